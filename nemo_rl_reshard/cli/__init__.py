@@ -1,0 +1,1 @@
+"""The nemo-rl-reshard command."""

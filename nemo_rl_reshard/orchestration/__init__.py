@@ -1,0 +1,1 @@
+"""Ray actors of both sides and the controller that drives them."""

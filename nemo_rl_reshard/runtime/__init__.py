@@ -1,0 +1,1 @@
+"""One rank's life in a refit: declare, agree, move, finish, verify, report."""

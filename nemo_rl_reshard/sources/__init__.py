@@ -1,0 +1,1 @@
+"""Trainer adapters: what live training tensors hold."""

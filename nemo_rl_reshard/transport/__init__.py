@@ -1,0 +1,1 @@
+"""Bytes from rank to rank; knows no parameter names."""
