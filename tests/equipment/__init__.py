@@ -1,0 +1,1 @@
+"""Real, small things that several test tiers share."""
