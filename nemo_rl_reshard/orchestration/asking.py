@@ -1,0 +1,101 @@
+"""Ask every member of both sides at once and wait for all of them together, with one deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from nemo_rl_reshard.orchestration.member import Member
+from nemo_rl_reshard.orchestration.outcome import DIED, SILENT, Fault, Outcome
+
+
+@dataclass
+class Answers:
+    """Outcome of every rank, ascending, and the members that can take no further call: dead, or still blocked."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
+
+    @property
+    def failed(self) -> bool:
+        """Whether any rank has a fault."""
+        return any(outcome.fault is not None for outcome in self.outcomes)
+
+
+def ask(
+    members: Mapping[int, Member],
+    operation: str,
+    arguments: Callable[[int], Mapping[str, Any]],
+    *,
+    deadline_s: float,
+    grace_s: float,
+    call_off: Callable[[str], None] | None = None,
+) -> Answers:
+    """Have every member perform `operation`; `members` maps the first rank each of them carries to the member.
+
+    `arguments(rank)` is the plain argument of one rank. Returns when all have answered, at the latest
+    `deadline_s + grace_s` after the call. The first fault calls the others off through `call_off`, which must reach
+    ranks that are blocked; from then on they have `grace_s` to answer. Raises nothing: every failure, an actor's
+    death and silence included, becomes the fault of the ranks concerned.
+    """
+    end_s = time.monotonic() + deadline_s + grace_s
+    answers = Answers()
+    waiting: dict[ray.ObjectRef, tuple[int, Member]] = {}
+    for first, member in members.items():
+        ranks = range(first, first + member.num_ranks)
+        common = {"answer_within_s": deadline_s + grace_s / 2}
+        reference = member.submit(operation, [{**arguments(rank), **common, "rank": rank} for rank in ranks])
+        waiting[reference] = (first, member)
+    called_off = False
+    while waiting and (left_s := end_s - time.monotonic()) > 0:
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=left_s)
+        for reference in ready:
+            first, member = waiting.pop(reference)
+            found, lost = _read(reference, first, member, max(0.0, end_s - time.monotonic()))
+            answers.outcomes += found
+            if lost:
+                answers.lost.add(member.name)
+        if answers.failed and not called_off:
+            called_off = True
+            end_s = min(end_s, time.monotonic() + grace_s)
+            if call_off is not None:
+                fault = next(outcome for outcome in answers.outcomes if outcome.fault is not None)
+                call_off(f"rank {fault.rank} failed in {operation}: {fault.fault}")
+    for first, member in waiting.values():
+        answers.lost.add(member.name)
+        answers.outcomes += _same(first, member, Fault(SILENT, f"gave no answer to {operation}; it has to be replaced"))
+    if waiting and not called_off and call_off is not None:
+        call_off(f"{', '.join(member.name for _, member in waiting.values())} gave no answer to {operation}")
+    answers.outcomes.sort(key=lambda outcome: outcome.rank)
+    return answers
+
+
+def _read(reference: ray.ObjectRef, first: int, member: Member, timeout_s: float) -> tuple[list[Outcome], bool]:
+    """Outcomes behind a reference that is ready, and whether the member is lost."""
+    try:
+        plain: Sequence[Mapping[str, Any]] = ray.get(reference, timeout=timeout_s)
+    except RayTaskError as error:
+        # The actor lives, but something outside the ranks' own operations raised.
+        return _same(first, member, Fault(type(error.cause).__name__, str(error.cause))), False
+    except RayError as error:
+        return _same(first, member, Fault(DIED, f"its actor is gone: {_first_line(error)}")), True
+    found = [Outcome.from_plain(answer) for answer in plain]
+    if [outcome.rank for outcome in found] != list(range(first, first + member.num_ranks)):
+        odd = [outcome.rank for outcome in found]
+        fault = Fault("HandshakeError", f"answered for ranks {odd}, asked for {member.num_ranks} from {first} on")
+        return _same(first, member, fault), False
+    # An engine that lost one of its workers answers for itself, once.
+    return found, any(outcome.fault is not None and outcome.fault.kind == DIED for outcome in found)
+
+
+def _same(first: int, member: Member, fault: Fault) -> list[Outcome]:
+    return [Outcome(rank, None, fault) for rank in range(first, first + member.num_ranks)]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

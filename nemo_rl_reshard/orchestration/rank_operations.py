@@ -1,0 +1,78 @@
+"""What one rank does when the controller asks: plain values in, a plain outcome out, the session kept on its holder.
+
+The holder is whatever object lives as long as the rank: a trainer actor, or a worker of an engine.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nemo_rl_reshard.errors import StateError
+from nemo_rl_reshard.orchestration.outcome import Fault, Outcome
+from nemo_rl_reshard.runtime.session import RankSession
+
+SESSION_ATTRIBUTE = "_reshard_session"
+OPERATIONS = ("declare", "connect", "adopt", "refit", "close")
+
+
+def perform(
+    holder: object, make_session: Callable[[int], RankSession], operation: str, argument: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Do one of OPERATIONS for rank `argument["rank"]` and answer a plain `Outcome`; an error becomes its fault.
+
+    `make_session(rank)` builds a session round the rank's live weights; "declare" starts with a fresh one, so that a
+    rank whose last refit failed joins the next generation without a trace of it.
+    """
+    rank = int(argument["rank"])
+    try:
+        return Outcome(rank, _dispatch(holder, make_session, rank, operation, argument)).to_plain()
+    except Exception as error:  # noqa: BLE001 - an engine would lose the other workers' answers if this escaped
+        return Outcome(rank, None, Fault.of(error)).to_plain()
+
+
+def _dispatch(
+    holder: object,
+    make_session: Callable[[int], RankSession],
+    rank: int,
+    operation: str,
+    argument: Mapping[str, Any],
+) -> Any:
+    if operation == "declare":
+        _close(holder)
+        session = make_session(rank)
+        setattr(holder, SESSION_ATTRIBUTE, session)
+        manifest = session.declare(argument["specs"])
+        return {"manifest": manifest, "host": socket.gethostname(), "pid": os.getpid()}
+    if operation == "close":
+        _close(holder)
+        return None
+    session = getattr(holder, SESSION_ATTRIBUTE, None)
+    if session is None:
+        raise StateError(f"{operation}: rank {rank} has declared nothing yet")
+    if operation == "connect":
+        world = dict(argument["world"])
+        return session.connect({**world, "rank": rank, "host": address_towards(world["address"])})
+    if operation == "adopt":
+        return session.adopt(argument["program"])
+    if operation == "refit":
+        return session.refit(argument["order"])
+    raise StateError(f"unknown operation {operation!r}; known are {', '.join(OPERATIONS)}")
+
+
+def address_towards(address: str) -> str:
+    """This process's own address as seen from `address` (`host:port`): where its peers can reach it. Sends nothing."""
+    host, _, port = address.rpartition(":")
+    family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _close(holder: object) -> None:
+    session = getattr(holder, SESSION_ATTRIBUTE, None)
+    if session is not None:
+        setattr(holder, SESSION_ATTRIBUTE, None)
+        session.close()

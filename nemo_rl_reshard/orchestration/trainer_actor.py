@@ -1,0 +1,33 @@
+"""ReshardTrainer: what a Ray trainer actor mixes in to be a rank of refits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_rl_reshard.orchestration.rank_operations import perform
+from nemo_rl_reshard.runtime.endpoint import Source
+from nemo_rl_reshard.runtime.session import RankSession
+
+
+class ReshardTrainer:
+    """Mix in and say in `reshard_source` what the actor trains. Carries one rank.
+
+    A refit blocks the actor; calling it off does not need the actor, since that travels through the refit's store.
+    """
+
+    def reshard_source(self) -> Source:
+        """The live weights, declared anew whenever a refit world is built."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it trains: define reshard_source()")
+
+    def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Perform one operation of the controller; plain argument in, plain outcome out."""
+        return perform_on_trainer(self, operation, arguments)
+
+
+def perform_on_trainer(
+    trainer: ReshardTrainer, operation: str, arguments: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """`ReshardTrainer.reshard` as a function of the actor instance, for actors whose class cannot be changed."""
+    (argument,) = arguments
+    return [perform(trainer, lambda _rank: RankSession(trainer.reshard_source()), operation, argument)]
