@@ -1,0 +1,1 @@
+"""A GRPO example: its model, task, loss, trainers and loop."""

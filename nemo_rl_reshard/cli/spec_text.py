@@ -1,0 +1,68 @@
+"""Read YAML or JSON as plain values, refusing what both would pass over in silence: a key given twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_rl_reshard.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that notes repeated keys."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.repeated: list[str] = []
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    self.repeated.append(f"line {key.start_mark.line + 1}: key {key.value!r} is given twice")
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_plain(path: Path) -> tuple[Any, list[str]]:
+    """The file's content as plain values, and the faults found on the way (repeated keys).
+
+    Raises ConfigError when the file cannot be read or is neither YAML nor JSON.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as fault:
+        raise ConfigError(f"{path}: cannot be read: {fault.strerror}") from fault
+    except UnicodeDecodeError as fault:
+        raise ConfigError(f"{path}: is not UTF-8 text: {fault}") from fault
+    if path.suffix == ".json":
+        return _read_json(path, text)
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data(), loader.repeated
+    except yaml.YAMLError as fault:
+        raise ConfigError(f"{path}: is not YAML: {' '.join(str(fault).split())}") from fault
+    finally:
+        loader.dispose()
+
+
+def _read_json(path: Path, text: str) -> tuple[Any, list[str]]:
+    repeated: list[str] = []
+
+    def gather(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        gathered: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in gathered:
+                repeated.append(f"key {key!r} is given twice")
+            gathered[key] = value
+        return gathered
+
+    try:
+        return json.loads(text, object_pairs_hook=gather), repeated
+    except json.JSONDecodeError as fault:
+        raise ConfigError(f"{path}: is not JSON: {fault}") from fault
