@@ -13,6 +13,8 @@ from pydantic_core import ErrorDetails
 
 from nemo_rl_reshard.errors import ConfigError, FaultList, LayoutError
 from nemo_rl_reshard.params.routing import RoutePolicy
+from nemo_rl_reshard.runtime.assignment import DEFAULT_IN_FLIGHT
+from nemo_rl_reshard.runtime.order import VerifyMode
 from nemo_rl_reshard.topology import Topology
 
 MIB = 1 << 20
@@ -23,14 +25,6 @@ class Backend(StrEnum):
 
     RESHARD = "reshard"
     GATHER_BROADCAST = "gather_broadcast"
-
-
-class Verify(StrEnum):
-    """How much of each refit is compared by digest after it arrived."""
-
-    OFF = "off"
-    SAMPLE = "sample"
-    FULL = "full"
 
 
 class _Section(BaseModel):
@@ -60,19 +54,21 @@ class TopologyConfig(_Section):
 class RefitConfig(_Section):
     """One refit set-up. Sizes are bytes, times seconds.
 
-    `deadline_s` bounds every step of a refit on every rank; `grace_s` is what the driver adds for the answer to
-    travel, and what a rank gets to answer once the refit was called off. `host` is the address of the job on which
-    the driver's rendezvous listens, and nothing else.
+    `deadline_s` bounds a refit on every rank; `grace_s` is what the driver adds for the answer to travel, and what a
+    rank gets to answer once the refit was called off. `setup_s` bounds what comes before the first refit of a world:
+    engines that are still starting, tracing, planning. `host` is the address of the job on which the driver's
+    rendezvous listens, and nothing else.
     """
 
     backend: Backend = Backend.RESHARD
     route: RoutePolicy = RoutePolicy.FFN
-    verify: Verify = Verify.OFF
+    verify: VerifyMode = VerifyMode.OFF
     bucket_bytes: int = Field(default=64 * MIB, ge=1)
     message_bytes: int = Field(default=4 * MIB, ge=1)
-    in_flight: int = Field(default=8, ge=1, le=1024)
+    in_flight: int = Field(default=DEFAULT_IN_FLIGHT, ge=1, le=1024)
     deadline_s: float = Field(default=120.0, gt=0)
     grace_s: float = Field(default=15.0, gt=0)
+    setup_s: float = Field(default=900.0, gt=0)
     host: str = Field(default="127.0.0.1", min_length=1)
     architecture: str | None = None
     topology: TopologyConfig = TopologyConfig()
@@ -130,7 +126,7 @@ def _contradictions(config: RefitConfig, faulty: set[int | str]) -> Iterator[str
             f"message_bytes: {config.message_bytes} is more than bucket_bytes {config.bucket_bytes}; "
             "a bucket is sent as messages, so lower message_bytes or raise bucket_bytes"
         )
-    for name in ("deadline_s", "grace_s"):
+    for name in ("deadline_s", "grace_s", "setup_s"):
         if name not in faulty and not isfinite(getattr(config, name)):
             yield f"{name}: must be finite, because every wait ends"
     if "host" not in faulty and config.host in ("0.0.0.0", "::", "*"):

@@ -83,9 +83,8 @@ class InferenceEngine:
         if operation == "publish":
             self._gate.publish(int(arguments[0]["version"]))
             return [Outcome(argument["rank"]).to_plain() for argument in arguments]
-        if operation == "retract":
-            self._gate.retract(str(arguments[0]["why"]))
-            return [Outcome(argument["rank"]).to_plain() for argument in arguments]
+        if operation == "close" and arguments[0]["failure"] is not None:
+            self._gate.retract("a refit failed and none has succeeded since")
         if operation == "refit":
             return self._refit(arguments)
         return self._on_workers(operation, arguments)

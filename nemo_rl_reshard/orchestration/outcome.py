@@ -18,20 +18,17 @@ class Fault:
     """Why a rank could not do as asked.
 
     `kind` is the name of the exception's class, or DIED (the process is gone), or SILENT (no answer by the deadline).
-    `waited_for` are the ranks it was waiting for, where the transport knows them.
     """
 
     kind: str
     message: str
-    waited_for: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, error: BaseException) -> Fault:
         """Describe `error` and where it was raised."""
         frames = traceback.extract_tb(error.__traceback__)
         place = f" [{frames[-1].name}, line {frames[-1].lineno} of {frames[-1].filename}]" if frames else ""
-        peers = getattr(error, "peers", ())
-        return cls(type(error).__name__, f"{error}{place}", tuple(int(peer) for peer in peers))
+        return cls(type(error).__name__, f"{error}{place}")
 
     @property
     def is_of_transport(self) -> bool:
@@ -53,24 +50,25 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`value` of an operation on `rank` of the refit world, or the `fault` that kept it from having one."""
+    """`value` of an operation on `rank` of the refit world, or the `fault` that kept it from having one.
+
+    `seconds` is how long the rank took, by its own clock.
+    """
 
     rank: int
     value: Any = None
     fault: Fault | None = None
+    seconds: float = 0.0
 
     def to_plain(self) -> dict[str, Any]:
         """JSON types only. Inverse of `from_plain`."""
+        plain: dict[str, Any] = {"rank": self.rank, "seconds": self.seconds}
         if self.fault is None:
-            return {"rank": self.rank, "value": self.value}
-        fault = self.fault
-        plain = {"kind": fault.kind, "message": fault.message, "waited_for": list(fault.waited_for)}
-        return {"rank": self.rank, "fault": plain}
+            return {**plain, "value": self.value}
+        return {**plain, "fault": [self.fault.kind, self.fault.message]}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Outcome:
         """Read what `to_plain` wrote."""
-        if "fault" not in plain:
-            return cls(int(plain["rank"]), plain["value"])
-        fault = plain["fault"]
-        return cls(int(plain["rank"]), None, Fault(fault["kind"], fault["message"], tuple(fault["waited_for"])))
+        fault = Fault(*plain["fault"]) if "fault" in plain else None
+        return cls(int(plain["rank"]), plain.get("value"), fault, float(plain["seconds"]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,10 +28,14 @@ def perform(
     rank whose last refit failed joins the next generation without a trace of it.
     """
     rank = int(argument["rank"])
+    start_s = time.monotonic()
+    value, fault = None, None
     try:
-        return Outcome(rank, _dispatch(holder, make_session, rank, operation, argument)).to_plain()
-    except Exception as error:  # noqa: BLE001 - an engine would lose the other workers' answers if this escaped
-        return Outcome(rank, None, Fault.of(error)).to_plain()
+        value = _dispatch(holder, make_session, rank, operation, argument)
+    except Exception as error:
+        # Whatever it is: an engine would lose the other workers' answers if it escaped.
+        fault = Fault.of(error)
+    return Outcome(rank, value, fault, time.monotonic() - start_s).to_plain()
 
 
 def _dispatch(

@@ -30,4 +30,4 @@ def perform_on_trainer(
 ) -> list[dict[str, Any]]:
     """`ReshardTrainer.reshard` as a function of the actor instance, for actors whose class cannot be changed."""
     (argument,) = arguments
-    return [perform(trainer, lambda _rank: RankSession(trainer.reshard_source()), operation, argument)]
+    return [perform(trainer, lambda rank: RankSession(rank, source=trainer.reshard_source()), operation, argument)]

@@ -33,4 +33,5 @@ class ReshardWorkerExtension:
 
 def perform_on_worker(worker: Any, operation: str, arguments: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """`ReshardWorkerExtension.reshard_perform` as a function of the worker, for engines that take callables."""
-    return perform(worker, lambda _rank: RankSession(VllmTarget(worker)), operation, arguments[int(worker.rank)])
+    argument = arguments[int(worker.rank)]
+    return perform(worker, lambda rank: RankSession(rank, target=VllmTarget(worker)), operation, argument)

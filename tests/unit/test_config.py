@@ -2,14 +2,15 @@
 
 import pytest
 
-from nemo_rl_reshard.config import Backend, RefitConfig, TopologyConfig, Verify, domains_of_hosts
+from nemo_rl_reshard.config import Backend, RefitConfig, TopologyConfig, domains_of_hosts
 from nemo_rl_reshard.errors import ConfigError
+from nemo_rl_reshard.runtime.order import VerifyMode
 from nemo_rl_reshard.topology import Topology
 
 
 def test_an_empty_section_means_the_published_design():
     config = RefitConfig.read({})
-    assert (config.backend, str(config.route), config.verify) == (Backend.RESHARD, "ffn", Verify.OFF)
+    assert (config.backend, str(config.route), config.verify) == (Backend.RESHARD, "ffn", VerifyMode.OFF)
     assert (config.bucket_bytes, config.message_bytes) == (64 << 20, 4 << 20)
 
 
@@ -17,7 +18,7 @@ def test_values_are_read_as_written():
     config = RefitConfig.read(
         {"backend": "gather_broadcast", "route": "all", "verify": "full", "deadline_s": 3, "bucket_bytes": 8 << 20}
     )
-    assert (config.backend, str(config.route), config.verify) == (Backend.GATHER_BROADCAST, "all", Verify.FULL)
+    assert (config.backend, str(config.route), config.verify) == (Backend.GATHER_BROADCAST, "all", VerifyMode.FULL)
     assert (config.deadline_s, config.bucket_bytes) == (3.0, 8 << 20)
 
 
@@ -62,7 +63,7 @@ def test_a_rule_about_a_faulty_field_is_not_reported_on_top():
     assert "1 fault" in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["deadline_s", "grace_s"])
+@pytest.mark.parametrize("name", ["deadline_s", "grace_s", "setup_s"])
 def test_a_wait_without_end_is_refused(name):
     with pytest.raises(ConfigError, match=f"{name}: must be finite"):
         RefitConfig.read({name: float("inf")})

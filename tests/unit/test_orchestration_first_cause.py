@@ -41,23 +41,28 @@ def test_first_causes(faults, causes):
         assert name in str(error)
 
 
-def test_a_late_rank_is_named_by_those_that_waited_for_it():
-    """The stalled rank woke up after the deadline and answered that it was called off."""
-    waited = Fault("TransportTimeoutError", "waited for rank 3", waited_for=(3,))
-    outcomes = [Outcome(0, None, waited), Outcome(1, None, waited), Outcome(3, None, CALLED_OFF)]
+def test_a_rank_that_was_busy_when_the_others_gave_up_is_the_cause():
+    """It woke up after the deadline and heard that it had been called off: by its clock, long after the others."""
+    outcomes = [
+        Outcome(0, None, TIMED_OUT, seconds=5.0),
+        Outcome(1, None, CALLED_OFF, seconds=5.1),
+        Outcome(3, None, CALLED_OFF, seconds=7.5),
+    ]
     assert set(refit_error("refit", outcomes, NAMES).causes) == {"rank 3"}
 
 
-def test_B71_an_outcome_is_plain_json_and_needs_no_exception_class_to_be_read():
+def test_b71_an_outcome_is_plain_json_and_needs_no_exception_class_to_be_read():
     class OnlyHereError(TargetError):
         """Unknown wherever the outcome is read."""
 
-    try:
+    def write_in_place() -> None:
         raise OnlyHereError("packed layout")
-    except OnlyHereError as error:
-        written = Outcome(4, None, Fault.of(error))
+
+    with pytest.raises(OnlyHereError) as raised:
+        write_in_place()
+    written = Outcome(4, None, Fault.of(raised.value))
     text = json.dumps(written.to_plain())
     assert Outcome.from_plain(json.loads(text)) == written
     assert "OnlyHereError: packed layout [" in str(written.fault)
-    value = Outcome(1, {"digest": "ab", "parts": [1, 2]})
+    value = Outcome(1, {"digest": "ab", "parts": [1, 2]}, seconds=0.5)
     assert Outcome.from_plain(json.loads(json.dumps(value.to_plain()))) == value

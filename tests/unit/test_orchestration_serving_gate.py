@@ -27,7 +27,7 @@ def test_two_refits_publish_two_versions(gate):
     assert published(gate, 2).check_may_generate() == 2
 
 
-def test_B63_between_begin_and_publish_nothing_is_generated(gate):
+def test_b63_between_begin_and_publish_nothing_is_generated(gate):
     published(gate, 1).begin_refit(num_unfinished=0)
     assert gate.version is None
     with pytest.raises(StateError, match="its last refit did not finish"):
@@ -35,14 +35,14 @@ def test_B63_between_begin_and_publish_nothing_is_generated(gate):
     assert published(gate, 2).check_may_generate() == 2
 
 
-def test_B65_an_engine_with_requests_is_not_refitted_and_keeps_its_version(gate):
+def test_b65_an_engine_with_requests_is_not_refitted_and_keeps_its_version(gate):
     published(gate, 1)
     with pytest.raises(TargetError, match="3 unfinished requests"):
         gate.begin_refit(num_unfinished=3)
     assert gate.check_may_generate() == 1
 
 
-def test_B63_a_sleeping_engine_is_not_refitted(gate):
+def test_b63_a_sleeping_engine_is_not_refitted(gate):
     published(gate, 1).fall_asleep(weights_lost=False)
     with pytest.raises(TargetError, match="asleep"):
         gate.begin_refit(num_unfinished=0)
@@ -52,7 +52,7 @@ def test_B63_a_sleeping_engine_is_not_refitted(gate):
     assert gate.check_may_generate() == 1
 
 
-def test_B64_sleep_that_throws_weights_away_needs_a_full_refit(gate):
+def test_b64_sleep_that_throws_weights_away_needs_a_full_refit(gate):
     published(gate, 1).fall_asleep(weights_lost=True)
     gate.wake()
     with pytest.raises(StateError, match="sleep threw its weights away"):

@@ -1,0 +1,180 @@
+"""RefitController: declares, plans once, agrees, runs, waits for both sides together, and reports or raises once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nemo_rl_reshard.config import Backend, RefitConfig
+from nemo_rl_reshard.errors import StateError
+from nemo_rl_reshard.orchestration.asking import Answers, ask
+from nemo_rl_reshard.orchestration.first_cause import refit_error
+from nemo_rl_reshard.orchestration.member import Member
+from nemo_rl_reshard.orchestration.plan_book import PlanBook
+from nemo_rl_reshard.orchestration.world import Seating, WorldHost
+from nemo_rl_reshard.params.manifest import Side
+from nemo_rl_reshard.plan.plan import Plan
+from nemo_rl_reshard.runtime.order import RefitOrder, VerifyMode
+from nemo_rl_reshard.runtime.report import RefitReport
+
+
+class RefitController:
+    """Drives the refits of some trainers and engines from the driver. Not to be called by two threads at once.
+
+    The first refit builds the refit world: ranks declare, a plan is made, they connect and adopt their programs.
+    Later refits only run. A failed refit tears the world down and takes the engines out of service; the next one
+    builds a new generation, for which members that were lost must have been replaced.
+    """
+
+    def __init__(self, trainers: Sequence[Member], engines: Sequence[Member], config: RefitConfig) -> None:
+        """Seat both sides. Starts nothing. Raises DeclarationError for an empty side or a name used twice."""
+        self._config = config
+        self._seating = Seating.of(trainers, engines)
+        self._book = PlanBook(config)
+        self._world: WorldHost | None = None
+        self._generation = 0
+        self._adopted: str | None = None
+        self._lost: set[str] = set()
+
+    @property
+    def num_plans(self) -> int:
+        """Plans made so far: one per backend used and pair of declarations."""
+        return self._book.num_plans
+
+    @property
+    def generation(self) -> int:
+        """How many refit worlds have been built."""
+        return self._generation
+
+    @property
+    def lost(self) -> frozenset[str]:
+        """Names of members that died or stopped answering and were not replaced yet."""
+        return frozenset(self._lost)
+
+    def plan(self, backend: Backend | None = None) -> Plan:
+        """The plan for `backend` (the configured one if None), building the world if need be; moves no weights."""
+        self._ensure_world()
+        return self._book.plan_for(backend or self._config.backend)
+
+    def refit(self, version: int, *, backend: Backend | None = None, verify: VerifyMode | None = None) -> RefitReport:
+        """Bring every engine to the trainers' weights and publish them as `version`; `None` means as configured.
+
+        Returns at the latest `deadline_s + grace_s` after the ranks were asked, set-up apart. Raises one RefitError
+        naming every failing rank; afterwards no engine serves until a refit succeeds. Raises StateError while lost
+        members are not replaced, DeclarationError or PlanError if the sides do not fit.
+        """
+        backend = backend or self._config.backend
+        start_s = time.perf_counter()
+        self._ensure_world()
+        plan = self._book.plan_for(backend)
+        self._hand_out(plan)
+        order = RefitOrder(version, verify or self._config.verify, self._config.deadline_s, seed=version)
+        moved = self._ask("refit", lambda _: {"order": order.to_plain()}, self._config.deadline_s)
+        # Last of all, and only here: every rank of the world has finished.
+        self._ask("publish", lambda _: {"version": version}, self._config.grace_s, Side.INFERENCE)
+        return RefitReport.of(
+            [outcome.value for outcome in moved.outcomes],
+            backend=str(backend),
+            seconds=time.perf_counter() - start_s,
+            floor_s=plan.floor_seconds,
+        )
+
+    def replace(self, member: Member) -> None:
+        """Put `member` in the place of the one with its name and side. The world is rebuilt by the next refit."""
+        places = {old.name: first for first, old in self._seating.members.items() if old.side is member.side}
+        if member.name not in places:
+            raise StateError(f"no {member.side} member is called {member.name}; known are {', '.join(places)}")
+        seated = [member if old.name == member.name else old for old in self._seating.members.values()]
+        self._reseat(seated, {member.name})
+
+    def replace_trainers(self, trainers: Sequence[Member]) -> None:
+        """Put a new trainer group, of any size, in the place of the old one."""
+        engines = list(self._seating.side(Side.INFERENCE).values())
+        old = {member.name for member in self._seating.side(Side.TRAINER).values()}
+        self._reseat([*trainers, *engines], old)
+
+    def close(self) -> None:
+        """Leave the refit world; engines keep serving what they serve. Members that died are passed over."""
+        self._tear_down(failure=None)
+
+    def _reseat(self, members: Sequence[Member], replaced: set[str]) -> None:
+        seating = Seating.of(
+            [member for member in members if member.side is Side.TRAINER],
+            [member for member in members if member.side is Side.INFERENCE],
+        )
+        self._lost -= replaced
+        self._tear_down(failure=None)
+        self._seating = seating
+
+    def _ensure_world(self) -> None:
+        """Declare, plan and connect, unless a world stands."""
+        if self._lost:
+            raise StateError(f"lost and not replaced: {', '.join(sorted(self._lost))}")
+        if self._world is not None:
+            return
+        source = self._declare(Side.TRAINER, specs=None)
+        catalog = self._book.source_catalog(_manifests(source))
+        specs = [[spec.name, list(spec.shape), spec.dtype] for spec in catalog.specs.values()]
+        target = self._declare(Side.INFERENCE, specs)
+        hosts = {outcome.rank: outcome.value["host"] for outcome in [*source.outcomes, *target.outcomes]}
+        self._book.declare(_manifests(source), _manifests(target), hosts)
+        self._generation += 1
+        self._world = WorldHost(self._seating, self._config.host, self._generation, self._config.deadline_s)
+        world = self._world.to_plain()
+        self._ask("connect", lambda _: {"world": world}, self._config.deadline_s)
+
+    def _declare(self, side: Side, specs: list[list[Any]] | None) -> Answers:
+        return self._ask("declare", lambda _: {"specs": specs}, self._config.setup_s, side)
+
+    def _hand_out(self, plan: Plan) -> None:
+        """Give every rank its program of `plan`, unless that is what it has."""
+        if self._adopted == plan.digest:
+            return
+        self._adopted = None
+        assignments = self._book.assignments(plan)
+        self._ask("adopt", lambda rank: {"program": assignments[rank].to_plain()}, self._config.setup_s)
+        self._adopted = plan.digest
+
+    def _ask(
+        self,
+        operation: str,
+        arguments: Callable[[int], Mapping[str, Any]],
+        deadline_s: float,
+        side: Side | None = None,
+    ) -> Answers:
+        """Ask everyone, or one side. A failure tears the world down and is raised as one RefitError."""
+        answers = ask(
+            self._seating.members if side is None else self._seating.side(side),
+            operation,
+            arguments,
+            deadline_s=deadline_s,
+            grace_s=self._config.grace_s,
+            call_off=None if self._world is None else self._world.call_off,
+        )
+        self._lost |= answers.lost
+        if answers.failed:
+            error = refit_error(operation, answers.outcomes, self._seating.rank_names())
+            self._tear_down(failure=str(error))
+            raise error
+        return answers
+
+    def _tear_down(self, failure: str | None) -> None:
+        """Have every member that can still answer leave the world; after a `failure`, engines stop serving."""
+        reachable = {first: each for first, each in self._seating.members.items() if each.name not in self._lost}
+        answers = ask(
+            reachable,
+            "close",
+            lambda _: {"failure": failure},
+            deadline_s=self._config.grace_s,
+            grace_s=self._config.grace_s,
+        )
+        self._lost |= answers.lost
+        self._adopted = None
+        if self._world is not None:
+            self._world.close()
+            self._world = None
+
+
+def _manifests(answers: Answers) -> list[dict[str, Any]]:
+    return [outcome.value["manifest"] for outcome in answers.outcomes]

@@ -1,0 +1,86 @@
+"""PlanBook: the plans of one pair of declarations, each made once and kept until the declarations change."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_rl_reshard.config import Backend, RefitConfig
+from nemo_rl_reshard.errors import StateError
+from nemo_rl_reshard.params.catalog import Catalog, merge
+from nemo_rl_reshard.params.manifest import Manifest
+from nemo_rl_reshard.params.match import check_match
+from nemo_rl_reshard.params.routing import Route, RouteKind, decide_routes
+from nemo_rl_reshard.plan.plan import Plan, PlanOptions
+from nemo_rl_reshard.plan.planner import make_plan
+from nemo_rl_reshard.runtime.assignment import Assignment, assign
+
+PlainManifest = Mapping[str, Any]
+
+
+class PlanBook:
+    """Holds what both sides declared, and at most one plan per backend. `num_plans` counts the plans ever made."""
+
+    def __init__(self, config: RefitConfig) -> None:
+        self._config = config
+        self._digest = ""
+        self._source: Catalog | None = None
+        self._target: Catalog | None = None
+        self._hosts: dict[int, str] = {}
+        self._plans: dict[Backend, Plan] = {}
+        self.num_plans = 0
+
+    @staticmethod
+    def source_catalog(manifests: Sequence[PlainManifest]) -> Catalog:
+        """The trainers' side, which engines are traced against. Raises DeclarationError listing every fault."""
+        return merge([Manifest.from_plain(manifest) for manifest in manifests])
+
+    def declare(
+        self, source: Sequence[PlainManifest], target: Sequence[PlainManifest], hosts: Mapping[int, str]
+    ) -> None:
+        """Take the declarations of a world; plans survive if they are the same as before.
+
+        `hosts` says on which host each rank runs. Raises DeclarationError listing every fault of either side, or of
+        the pair.
+        """
+        said = json.dumps([source, target, sorted(hosts.items())], sort_keys=True)
+        digest = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+        if digest == self._digest:
+            return
+        self._plans.clear()
+        self._digest = ""
+        self._source = self.source_catalog(source)
+        self._target = merge([Manifest.from_plain(manifest) for manifest in target])
+        self._hosts = dict(hosts)
+        check_match(self._source, self._target)
+        self._digest = digest
+
+    def plan_for(self, backend: Backend) -> Plan:
+        """The plan for `backend`, made now if there is none. Raises PlanError, and StateError before `declare`."""
+        if not self._digest or self._source is None or self._target is None:
+            raise StateError("there is nothing to plan: the ranks have not declared yet")
+        if backend not in self._plans:
+            config = self._config
+            routes = decide_routes(self._source, self._target, config.route, config.architecture)
+            if backend is Backend.GATHER_BROADCAST:
+                routes = {name: _conventional(route) for name, route in routes.items()}
+            topology = config.topology.topology(self._hosts)
+            options = PlanOptions(bucket_bytes=config.bucket_bytes, message_bytes=config.message_bytes)
+            self._plans[backend] = make_plan(self._source, self._target, routes, topology, options)
+            self.num_plans += 1
+        return self._plans[backend]
+
+    def assignments(self, plan: Plan) -> dict[int, Assignment]:
+        """What every rank has to know to run `plan`, which this book made."""
+        if self._source is None:
+            raise StateError("there is nothing to hand out: the ranks have not declared yet")
+        return assign(plan, self._source, in_flight=self._config.in_flight)
+
+
+def _conventional(route: Route) -> Route:
+    """The route of a tensor when everything that moves is gathered and broadcast."""
+    if route.kind is RouteKind.SKIP:
+        return route
+    return Route(RouteKind.LEFTOVER, "backend gather_broadcast")
