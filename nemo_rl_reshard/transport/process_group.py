@@ -1,0 +1,288 @@
+"""ProcessGroupTransport: one rank's end of a refit world over torch process groups that belong to this refit alone."""
+
+from __future__ import annotations
+
+import base64
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_reshard.errors import (
+    HandshakeError,
+    RefitAbortedError,
+    ReshardError,
+    TransportError,
+    TransportTimeoutError,
+)
+from nemo_rl_reshard.transport.abort_watcher import AbortWatcher
+from nemo_rl_reshard.transport.backends import MAX_TAG, make_backend
+from nemo_rl_reshard.transport.buffers import check_buffer, check_gather, check_members, check_peer
+from nemo_rl_reshard.transport.deadline import Deadline
+from nemo_rl_reshard.transport.rendezvous_store import RendezvousStore
+
+_FIRST_CAUSE_GRACE_S = 0.5
+"""How long a rank that lost a connection waits for the reason. A peer that gives up closes its connections a moment
+before it can publish why; a peer that was killed never says."""
+_GLOO_NOISE = re.compile(r"^\[/\S+\] |\. This is typically caused by .*", re.DOTALL)
+"""The build path that gloo puts before a message, and the advice after it."""
+
+
+class _StartedWork:
+    """An operation under way. Holds its buffers for as long as the group may touch them."""
+
+    def __init__(self, transport: ProcessGroupTransport, what: str, work: Any, buffers: tuple[Tensor, ...]) -> None:
+        self._transport = transport
+        self.what = what
+        self.work = work
+        self.buffers = buffers
+
+    def wait(self, deadline: Deadline) -> None:
+        """See `Pending.wait`."""
+        if self.work is not None:
+            self._transport.finish(self, deadline)
+            self.work = None
+
+
+class ProcessGroupTransport:
+    """Implements `Transport` over gloo (CPU tensors) or NCCL (CUDA tensors).
+
+    The keys of one `generation` in the store belong to one set of groups: after a failure every rank closes its
+    transport and builds a new one under the next generation. The store stays the caller's and may be used again.
+    """
+
+    def __init__(
+        self,
+        store: RendezvousStore,
+        rank: int,
+        size: int,
+        *,
+        host: str,
+        timeout_s: float,
+        backend: str = "gloo",
+        generation: int = 0,
+    ) -> None:
+        """Meet all `size` ranks; blocks until they are connected.
+
+        `host` is this rank's own address, on which gloo listens. No operation may take longer than `timeout_s`,
+        whatever its deadline. Raises TransportTimeoutError naming the ranks that did not come, HandshakeError if ranks
+        disagree on the world, RefitAbortedError if another rank called the generation off, TransportError if the
+        backend cannot work here.
+        """
+        if not 0 <= rank < size:
+            raise TransportError(f"rank {rank} is not in a world of {size}")
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._timeout_s = timeout_s
+        self._namespace = f"refit/{generation}"
+        self._abort_key = f"{self._namespace}/abort"
+        self._lock = threading.Lock()
+        self._first_cause: ReshardError | None = None
+        self._closed = False
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+        self._started: set[_StartedWork] = set()
+        self._backend = make_backend(backend, host)
+        store.stop_key = self._abort_key
+        self._watcher = AbortWatcher(store.connect(), self._abort_key, self._on_abort, self._on_lost)
+        try:
+            self._group(tuple(range(size)))
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, buffer: Tensor, dst: int) -> _StartedWork:
+        """See `Transport.send`."""
+        check_buffer(buffer, f"send to rank {dst}")
+        check_peer(dst, self.rank, self.size, "send")
+        group = self._group(tuple(range(self.size)))
+        tag = self._next_tag(self._sent, dst)
+        return self._start(f"send to rank {dst}", (buffer,), lambda: group.send([buffer], dst, tag))
+
+    def receive(self, buffer: Tensor, src: int) -> _StartedWork:
+        """See `Transport.receive`."""
+        check_buffer(buffer, f"receive from rank {src}")
+        check_peer(src, self.rank, self.size, "receive")
+        group = self._group(tuple(range(self.size)))
+        tag = self._next_tag(self._received, src)
+        return self._start(f"receive from rank {src}", (buffer,), lambda: group.recv([buffer], src, tag))
+
+    def all_gather(self, output: Tensor, own: Tensor, ranks: tuple[int, ...]) -> _StartedWork:
+        """See `Transport.all_gather`."""
+        check_members(ranks, self.rank, self.size, "all_gather")
+        check_gather(output, own, ranks)
+        what = f"all_gather among ranks {ranks}"
+        if len(ranks) == 1:
+            output.copy_(own)
+            return _StartedWork(self, what, None, ())
+        group = self._group(ranks)
+        return self._start(what, (output, own), lambda: group._allgather_base(output, own))
+
+    def broadcast(self, buffer: Tensor, root: int, ranks: tuple[int, ...]) -> _StartedWork:
+        """See `Transport.broadcast`."""
+        check_members(ranks, self.rank, self.size, "broadcast")
+        check_buffer(buffer, "broadcast")
+        if root not in ranks:
+            raise TransportError(f"broadcast: root {root} is not among the members {ranks}")
+        what = f"broadcast from rank {root} among ranks {ranks}"
+        if len(ranks) == 1:
+            return _StartedWork(self, what, None, ())
+        group = self._group(ranks)
+        options = dist.BroadcastOptions()
+        options.rootRank = ranks.index(root)
+        options.rootTensor = 0
+        return self._start(what, (buffer,), lambda: group.broadcast([buffer], options))
+
+    def abort(self, reason: str) -> None:
+        """See `Transport.abort`. If the rendezvous is gone, only this rank is woken; the others have deadlines."""
+        self._on_abort(self._publish(reason))
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._first_cause is None:
+                self._first_cause = TransportError(f"rank {self.rank}: the transport is closed")
+        self._watcher.stop()
+        if self._started:
+            self._break_off()
+        self._groups.clear()
+        self._started.clear()
+
+    def finish(self, started: _StartedWork, deadline: Deadline) -> None:
+        """Wait for `started` and let its buffers go. Raises as `Pending.wait` does, after calling the refit off."""
+        try:
+            self._backend.wait(started.work, deadline)
+        except (RuntimeError, TimeoutError) as fault:
+            raise self._explain(started.what, fault, deadline.budget_s) from fault
+        self._started.discard(started)
+
+    def _start(self, what: str, buffers: tuple[Tensor, ...], start: Callable[[], Any]) -> _StartedWork:
+        self._raise_if_unusable()
+        if buffers[0].numel() == 0:
+            return _StartedWork(self, what, None, ())
+        try:
+            work = start()
+        except RuntimeError as fault:
+            raise self._explain(what, fault, self._timeout_s) from fault
+        started = _StartedWork(self, what, work, buffers)
+        self._started.add(started)
+        return started
+
+    def _next_tag(self, counter: Counter[int], peer: int) -> int:
+        """Number the messages of a pair, so that the n-th send meets the n-th receive."""
+        tag = counter[peer] % MAX_TAG
+        counter[peer] += 1
+        return tag
+
+    def _group(self, ranks: tuple[int, ...]) -> Any:
+        """The group of `ranks`, built when first asked for. Every member asks at the same place in its program."""
+        self._raise_if_unusable()
+        group = self._groups.get(ranks)
+        if group is not None or len(ranks) == 1:
+            return group
+        place = f"{self._namespace}/group/{'.'.join(map(str, ranks))}"
+        deadline = Deadline.after(self._timeout_s)
+        self._meet(place, ranks, deadline)
+        try:
+            store = dist.PrefixStore(place, self._store)  # type: ignore[attr-defined]
+            group = self._backend.build(store, ranks.index(self.rank), len(ranks), max(0.001, deadline.remaining_s()))
+        except (RuntimeError, TransportError) as fault:
+            raise self._explain(f"connecting ranks {ranks}", fault, self._timeout_s) from fault
+        with self._lock:
+            self._groups[ranks] = group
+            unusable = self._first_cause is not None
+        if unusable:  # an abort came while the group was not yet there to be broken off
+            self._backend.break_off(group)
+            self._raise_if_unusable()
+        return group
+
+    def _meet(self, place: str, ranks: tuple[int, ...], deadline: Deadline) -> None:
+        """Wait until every member is at `place` with the same idea of the world; name those that are not."""
+        own = f"world of {self.size}, members {ranks}"
+        keys = {member: f"{place}/present/{member}" for member in ranks}
+        try:
+            self._store.set(keys[self.rank], own)
+            try:
+                self._store.wait(list(keys.values()), deadline.remaining())
+            except TransportTimeoutError as fault:
+                absent = [member for member, key in keys.items() if not self._store.check([key])]
+                raise TransportTimeoutError(f"ranks {absent} did not come within {deadline.budget_s:g} s") from fault
+            others = {member: self._store.get(key).decode() for member, key in keys.items()}
+        except TransportError as fault:
+            raise self._explain(f"meeting ranks {ranks}", fault, deadline.budget_s) from fault
+        different = [f"rank {member} has a {other}" for member, other in others.items() if other != own]
+        if different:
+            cause = HandshakeError(f"rank {self.rank} has a {own}, but {'; '.join(different)}")
+            self._fail(cause)
+            raise cause
+
+    def _explain(self, what: str, fault: Exception, budget_s: float) -> ReshardError:
+        """The error to raise for `fault`; the first failure of this rank calls the refit off for all ranks."""
+        timed_out = isinstance(fault, TimeoutError | TransportTimeoutError) or "timed out" in str(fault).lower()
+        known: ReshardError | None = self._first_cause or (fault if isinstance(fault, RefitAbortedError) else None)
+        if known is None and not timed_out:
+            known = self._reason_of_others()
+        if known is None:
+            message = _GLOO_NOISE.sub("", str(fault))
+            if isinstance(fault, TransportTimeoutError):
+                known = TransportTimeoutError(f"rank {self.rank}: {what}: {message}")
+            elif timed_out:
+                known = TransportTimeoutError(f"rank {self.rank}: {what} passed its deadline of {budget_s:g} s")
+            else:
+                known = TransportError(f"rank {self.rank}: {what} failed: {message}")
+        self._fail(known)
+        return self._first_cause or known
+
+    def _reason_of_others(self) -> RefitAbortedError | None:
+        """What another rank gave as its reason, if it does so within the grace time."""
+        try:
+            connection = self._store.connect()
+            try:
+                connection.wait([self._abort_key], _FIRST_CAUSE_GRACE_S)
+                return RefitAbortedError(base64.b64decode(connection.ask("get", self._abort_key)).decode())
+            finally:
+                connection.close()
+        except (HandshakeError, TransportError):
+            return None
+
+    def _fail(self, cause: ReshardError) -> None:
+        """Keep the first cause, tell every rank, and break all groups off. Safe from any thread."""
+        with self._lock:
+            first = self._first_cause is None
+            if first:
+                self._first_cause = cause
+        if first:
+            self._publish(str(cause))
+            self._break_off()
+
+    def _publish(self, reason: str) -> str:
+        """Write the abort key unless another rank has; return what it holds."""
+        try:
+            return self._store.compare_set(self._abort_key, "", reason or "aborted without a reason").decode()
+        except (HandshakeError, TransportError):
+            return reason
+
+    def _on_abort(self, reason: str) -> None:
+        self._fail(RefitAbortedError(reason))
+
+    def _on_lost(self, fault: TransportError) -> None:
+        self._fail(TransportError(f"rank {self.rank} lost the rendezvous of its refit: {fault}"))
+
+    def _break_off(self) -> None:
+        with self._lock:
+            groups = list(self._groups.values())
+        for group in groups:
+            self._backend.break_off(group)
+
+    def _raise_if_unusable(self) -> None:
+        if self._first_cause is not None:
+            raise self._first_cause
