@@ -1,0 +1,103 @@
+"""Plan: the whole model's moves, factored so that tensors of one kind share one template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nemo_rl_reshard.errors import PlanError
+from nemo_rl_reshard.layout import Region
+from nemo_rl_reshard.params.spec import TensorSpec
+from nemo_rl_reshard.plan.transfer import Leftover, Transfer
+from nemo_rl_reshard.topology import Link
+
+_LARGEST_ITEM = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """`bucket_bytes` bounds what one rank receives in one step, `message_bytes` one message. Raises PlanError."""
+
+    bucket_bytes: int = 64 << 20
+    message_bytes: int = 4 << 20
+
+    def __post_init__(self) -> None:
+        for name, value in (("bucket_bytes", self.bucket_bytes), ("message_bytes", self.message_bytes)):
+            if value < _LARGEST_ITEM:
+                raise PlanError(f"{name} is {value}; it must be at least {_LARGEST_ITEM}, the largest element")
+
+    @property
+    def largest_message(self) -> int:
+        """Bytes that no message passes."""
+        return min(self.bucket_bytes, self.message_bytes)
+
+
+class Move(NamedTuple):
+    """One transfer of a template: `piece` indexes the template's pieces, `lag` counts steps from the tensor's own."""
+
+    piece: int
+    src: int
+    dst: int
+    link: Link
+    lag: int
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What all tensors of one shape, item size and pair of layouts share.
+
+    `pieces` are disjoint regions. Each of `variants` moves all of them; variants differ in which replica sends, which
+    receives first and forwards, and in lags.
+    """
+
+    shape: tuple[int, ...]
+    item_size: int
+    pieces: tuple[Region, ...]
+    variants: tuple[tuple[Move, ...], ...]
+
+
+class Placed(NamedTuple):
+    """One direct tensor: which variant of which template moves it, starting in which step."""
+
+    tensor: str
+    template: int
+    variant: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole refit. `placed` is in model order, so is `leftovers`. `digest` is the sha256 of everything else.
+
+    `specs` holds every tensor that moves: the target's shape and its dtype, which is what travels. `sources` and
+    `targets` are the ranks of each side, `skipped` maps tensors that do not travel to the reason.
+    """
+
+    options: PlanOptions
+    specs: Mapping[str, TensorSpec]
+    templates: tuple[Template, ...]
+    placed: tuple[Placed, ...]
+    leftovers: tuple[Leftover, ...]
+    skipped: Mapping[str, str]
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    digest: str = ""
+
+    def transfers(self) -> Iterator[Transfer]:
+        """Every direct transfer, made on demand: tensors in model order, each tensor's by step."""
+        for tensor, template_index, variant, step in self.placed:
+            template = self.templates[template_index]
+            pieces = template.pieces
+            for piece, src, dst, link, lag in template.variants[variant]:
+                yield Transfer(tensor, pieces[piece], src, dst, link, step + lag)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps from 0 to the last transfer's."""
+        last = {
+            (index, variant): max((move.lag for move in moves), default=0)
+            for index, template in enumerate(self.templates)
+            for variant, moves in enumerate(template.variants)
+        }
+        return max((row.step + last[row.template, row.variant] + 1 for row in self.placed), default=0)
