@@ -11,7 +11,7 @@ from nemo_rl_reshard.errors import StateError
 from nemo_rl_reshard.orchestration.asking import Answers, ask
 from nemo_rl_reshard.orchestration.first_cause import refit_error
 from nemo_rl_reshard.orchestration.member import Member
-from nemo_rl_reshard.orchestration.plan_book import PlanBook
+from nemo_rl_reshard.orchestration.plan_book import PlanBook, source_catalog
 from nemo_rl_reshard.orchestration.world import Seating, WorldHost
 from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.plan.plan import Plan
@@ -113,19 +113,20 @@ class RefitController:
             raise StateError(f"lost and not replaced: {', '.join(sorted(self._lost))}")
         if self._world is not None:
             return
-        source = self._declare(Side.TRAINER, specs=None)
-        catalog = self._book.source_catalog(_manifests(source))
-        specs = [[spec.name, list(spec.shape), spec.dtype] for spec in catalog.specs.values()]
-        target = self._declare(Side.INFERENCE, specs)
-        hosts = {outcome.rank: outcome.value["host"] for outcome in [*source.outcomes, *target.outcomes]}
-        self._book.declare(_manifests(source), _manifests(target), hosts)
+        trainers = self._declare(Side.TRAINER, specs=None)
+        source = source_catalog({outcome.rank: outcome.value for outcome in trainers.outcomes})
+        specs = [[spec.name, list(spec.shape), spec.dtype] for spec in source.specs.values()]
+        engines = self._declare(Side.INFERENCE, specs)
+        hosts = {outcome.rank: outcome.value["host"] for outcome in [*trainers.outcomes, *engines.outcomes]}
+        self._book.declare(source, [outcome.value["manifest"] for outcome in engines.outcomes], hosts)
         self._generation += 1
         self._world = WorldHost(self._seating, self._config.host, self._generation, self._config.deadline_s)
         world = self._world.to_plain()
         self._ask("connect", lambda _: {"world": world}, self._config.deadline_s)
 
     def _declare(self, side: Side, specs: list[list[Any]] | None) -> Answers:
-        return self._ask("declare", lambda _: {"specs": specs}, self._config.setup_s, side)
+        common = {"specs": specs, "num_trainers": self._seating.num_trainers}
+        return self._ask("declare", lambda _: common, self._config.setup_s, side)
 
     def _hand_out(self, plan: Plan) -> None:
         """Give every rank its program of `plan`, unless that is what it has."""
@@ -174,7 +175,3 @@ class RefitController:
         if self._world is not None:
             self._world.close()
             self._world = None
-
-
-def _manifests(answers: Answers) -> list[dict[str, Any]]:
-    return [outcome.value["manifest"] for outcome in answers.outcomes]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,13 +9,25 @@ from nemo_rl_reshard.config import Backend, RefitConfig
 from nemo_rl_reshard.errors import StateError
 from nemo_rl_reshard.params.catalog import Catalog, merge
 from nemo_rl_reshard.params.manifest import Manifest
-from nemo_rl_reshard.params.match import check_match
+from nemo_rl_reshard.params.match import allowed_skips, check_match
 from nemo_rl_reshard.params.routing import Route, RouteKind, decide_routes
 from nemo_rl_reshard.plan.plan import Plan, PlanOptions
 from nemo_rl_reshard.plan.planner import make_plan
 from nemo_rl_reshard.runtime.assignment import Assignment, assign
+from nemo_rl_reshard.sources.replicas import RegionDigest, check_replicas
 
 PlainManifest = Mapping[str, Any]
+
+
+def source_catalog(declared: Mapping[int, Mapping[str, Any]]) -> Catalog:
+    """The trainers' side, which engines are traced against, from what every trainer rank declared.
+
+    Raises DeclarationError listing every fault, unequal replicas included.
+    """
+    check_replicas(
+        {rank: [RegionDigest.from_plain(plain) for plain in each["replicas"]] for rank, each in declared.items()}
+    )
+    return merge([Manifest.from_plain(each["manifest"]) for each in declared.values()])
 
 
 class PlanBook:
@@ -25,41 +35,29 @@ class PlanBook:
 
     def __init__(self, config: RefitConfig) -> None:
         self._config = config
-        self._digest = ""
         self._source: Catalog | None = None
         self._target: Catalog | None = None
         self._hosts: dict[int, str] = {}
         self._plans: dict[Backend, Plan] = {}
         self.num_plans = 0
 
-    @staticmethod
-    def source_catalog(manifests: Sequence[PlainManifest]) -> Catalog:
-        """The trainers' side, which engines are traced against. Raises DeclarationError listing every fault."""
-        return merge([Manifest.from_plain(manifest) for manifest in manifests])
+    def declare(self, source: Catalog, manifests: Sequence[PlainManifest], hosts: Mapping[int, str]) -> None:
+        """Take the declarations of a world: the trainers' catalog, and the manifests of the inference ranks.
 
-    def declare(
-        self, source: Sequence[PlainManifest], target: Sequence[PlainManifest], hosts: Mapping[int, str]
-    ) -> None:
-        """Take the declarations of a world; plans survive if they are the same as before.
-
-        `hosts` says on which host each rank runs. Raises DeclarationError listing every fault of either side, or of
-        the pair.
+        `hosts` says on which host each rank runs. Plans survive if everything is as before. Raises DeclarationError
+        listing every fault of the inference side, or of the pair.
         """
-        said = json.dumps([source, target, sorted(hosts.items())], sort_keys=True)
-        digest = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
-        if digest == self._digest:
+        target = merge([Manifest.from_plain(manifest) for manifest in manifests])
+        if (source, target, hosts) == (self._source, self._target, self._hosts):
             return
         self._plans.clear()
-        self._digest = ""
-        self._source = self.source_catalog(source)
-        self._target = merge([Manifest.from_plain(manifest) for manifest in target])
-        self._hosts = dict(hosts)
-        check_match(self._source, self._target)
-        self._digest = digest
+        self._source = self._target = None
+        check_match(source, target, allowed_skips(source, target, self._config.architecture))
+        self._source, self._target, self._hosts = source, target, dict(hosts)
 
     def plan_for(self, backend: Backend) -> Plan:
         """The plan for `backend`, made now if there is none. Raises PlanError, and StateError before `declare`."""
-        if not self._digest or self._source is None or self._target is None:
+        if self._source is None or self._target is None:
             raise StateError("there is nothing to plan: the ranks have not declared yet")
         if backend not in self._plans:
             config = self._config

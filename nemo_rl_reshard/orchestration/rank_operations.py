@@ -9,29 +9,43 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from nemo_rl_reshard.errors import StateError
 from nemo_rl_reshard.orchestration.outcome import Fault, Outcome
+from nemo_rl_reshard.params.manifest import Side
+from nemo_rl_reshard.runtime.endpoint import Source, Target
 from nemo_rl_reshard.runtime.session import RankSession
+
+
+@runtime_checkable
+class _Replicated(Protocol):
+    """A source that can show what it holds as a plain tensor, for comparison across ranks."""
+
+    def replica_digests(self, *, num_trainers: int | None = None) -> tuple[Any, ...]:
+        """Values with `to_plain`."""
+
 
 SESSION_ATTRIBUTE = "_reshard_session"
 OPERATIONS = ("declare", "connect", "adopt", "refit", "close")
 
 
+MakeEnd = Callable[[int], Source | Target]
+
+
 def perform(
-    holder: object, make_session: Callable[[int], RankSession], operation: str, argument: Mapping[str, Any]
+    holder: object, side: Side, make_end: MakeEnd, operation: str, argument: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Do one of OPERATIONS for rank `argument["rank"]` and answer a plain `Outcome`; an error becomes its fault.
 
-    `make_session(rank)` builds a session round the rank's live weights; "declare" starts with a fresh one, so that a
-    rank whose last refit failed joins the next generation without a trace of it.
+    `make_end(rank)` gives the rank's live weights as its `side` sees them; "declare" starts a fresh session round
+    them, so that a rank whose last refit failed joins the next generation without a trace of it.
     """
     rank = int(argument["rank"])
     start_s = time.monotonic()
     value, fault = None, None
     try:
-        value = _dispatch(holder, make_session, rank, operation, argument)
+        value = _dispatch(holder, side, make_end, rank, operation, argument)
     except Exception as error:
         # Whatever it is: an engine would lose the other workers' answers if it escaped.
         fault = Fault.of(error)
@@ -39,18 +53,10 @@ def perform(
 
 
 def _dispatch(
-    holder: object,
-    make_session: Callable[[int], RankSession],
-    rank: int,
-    operation: str,
-    argument: Mapping[str, Any],
+    holder: object, side: Side, make_end: MakeEnd, rank: int, operation: str, argument: Mapping[str, Any]
 ) -> Any:
     if operation == "declare":
-        _close(holder)
-        session = make_session(rank)
-        setattr(holder, SESSION_ATTRIBUTE, session)
-        manifest = session.declare(argument["specs"])
-        return {"manifest": manifest, "host": socket.gethostname(), "pid": os.getpid()}
+        return _declare(holder, side, make_end, rank, argument)
     if operation == "close":
         _close(holder)
         return None
@@ -65,6 +71,22 @@ def _dispatch(
     if operation == "refit":
         return session.refit(argument["order"])
     raise StateError(f"unknown operation {operation!r}; known are {', '.join(OPERATIONS)}")
+
+
+def _declare(holder: object, side: Side, make_end: MakeEnd, rank: int, argument: Mapping[str, Any]) -> dict[str, Any]:
+    """The rank's manifest, where it runs, and digests of what it holds without a DTensor that proves it a replica."""
+    _close(holder)
+    end = make_end(rank)
+    session = RankSession(rank, **{"source" if side is Side.TRAINER else "target": end})
+    setattr(holder, SESSION_ATTRIBUTE, session)
+    manifest = session.declare(argument["specs"])
+    digests = end.replica_digests(num_trainers=argument["num_trainers"]) if isinstance(end, _Replicated) else ()
+    return {
+        "manifest": manifest,
+        "replicas": [digest.to_plain() for digest in digests],
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
 
 
 def address_towards(address: str) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_rl_reshard.orchestration.rank_operations import perform
+from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.runtime.endpoint import Source
-from nemo_rl_reshard.runtime.session import RankSession
 
 
 class ReshardTrainer:
@@ -16,8 +16,8 @@ class ReshardTrainer:
     A refit blocks the actor; calling it off does not need the actor, since that travels through the refit's store.
     """
 
-    def reshard_source(self) -> Source:
-        """The live weights, declared anew whenever a refit world is built."""
+    def reshard_source(self, rank: int) -> Source:
+        """The live weights as refit rank `rank` holds them; asked for whenever a refit world is built."""
         raise NotImplementedError(f"{type(self).__name__} does not say what it trains: define reshard_source()")
 
     def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -30,4 +30,4 @@ def perform_on_trainer(
 ) -> list[dict[str, Any]]:
     """`ReshardTrainer.reshard` as a function of the actor instance, for actors whose class cannot be changed."""
     (argument,) = arguments
-    return [perform(trainer, lambda rank: RankSession(rank, source=trainer.reshard_source()), operation, argument)]
+    return [perform(trainer, Side.TRAINER, trainer.reshard_source, operation, argument)]

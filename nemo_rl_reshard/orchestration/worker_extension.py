@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_rl_reshard.orchestration.rank_operations import perform
-from nemo_rl_reshard.runtime.session import RankSession
+from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.targets.vllm_target import VllmTarget
 
 WORKER_EXTENSION = f"{__name__}.ReshardWorkerExtension"
@@ -33,5 +33,4 @@ class ReshardWorkerExtension:
 
 def perform_on_worker(worker: Any, operation: str, arguments: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """`ReshardWorkerExtension.reshard_perform` as a function of the worker, for engines that take callables."""
-    argument = arguments[int(worker.rank)]
-    return perform(worker, lambda rank: RankSession(rank, target=VllmTarget(worker)), operation, argument)
+    return perform(worker, Side.INFERENCE, lambda _: VllmTarget(worker), operation, arguments[int(worker.rank)])

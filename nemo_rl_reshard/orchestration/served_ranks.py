@@ -1,0 +1,63 @@
+"""ServedRanks: the inference side of a refit as one actor sees it, whatever engine it holds. Serves or refuses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_rl_reshard.errors import TargetError
+from nemo_rl_reshard.orchestration.outcome import Outcome
+from nemo_rl_reshard.orchestration.serving_gate import ServingGate
+
+PlainOutcome = dict[str, Any]
+
+
+class ServedRanks(ABC):
+    """An actor's base: the gate in front of its engine, and the operations of the controller.
+
+    Calls of an actor run one at a time, so a refit never meets a generation of the same actor; requests that reached
+    the engine by another way are refused by the idle check. A refit blocks the actor and can still be called off,
+    since that travels through the refit's store.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.gate = ServingGate(name)
+
+    @abstractmethod
+    def on_ranks(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[PlainOutcome]:
+        """Have every rank of the engine `perform` the operation; one argument and one plain outcome per rank."""
+
+    @abstractmethod
+    def num_unfinished(self) -> int:
+        """Requests that the engine has accepted and not finished."""
+
+    @abstractmethod
+    def reset_caches(self) -> bool:
+        """Forget what old weights computed, prefixes above all; False if the engine did not."""
+
+    def version(self) -> int | None:
+        """The version served, None while the engine must not generate."""
+        return self.gate.version
+
+    def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[PlainOutcome]:
+        """Perform one operation of the controller."""
+        if operation == "publish":
+            self.gate.publish(int(arguments[0]["version"]))
+            return [Outcome(int(argument["rank"])).to_plain() for argument in arguments]
+        if operation == "refit":
+            return self._refit(arguments)
+        if operation == "close" and arguments[0]["failure"] is not None:
+            self.gate.retract("a refit failed and none has succeeded since")
+        return self.on_ranks(operation, arguments)
+
+    def _refit(self, arguments: Sequence[dict[str, Any]]) -> list[PlainOutcome]:
+        self.gate.begin_refit(self.num_unfinished())
+        outcomes = self.on_ranks("refit", arguments)
+        if any("fault" in outcome for outcome in outcomes):
+            return outcomes
+        self.gate.check_idle(self.num_unfinished())
+        # Blocks computed by the old weights would be reused for any prompt that shares a prefix with an old one.
+        if not self.reset_caches():
+            raise TargetError("the engine did not reset its prefix cache: old keys and values would be reused")
+        return outcomes
