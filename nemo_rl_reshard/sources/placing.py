@@ -78,6 +78,14 @@ class Placer:
             translate(name, placement, axis, size, tensor.ndim)
             for placement, axis, size in zip(tensor.placements, mesh.axis_names, mesh.shape, strict=True)
         )
+        for axis, placement in enumerate(placements):
+            along = device_mesh.mesh.diff(dim=axis)
+            if not isinstance(placement, layout.Replicate) and bool((along < 0).any()):
+                raise DeclarationError(
+                    f"{name}: ranks of mesh {device_mesh.mesh.tolist()} do not ascend along axis {names[axis]!r}, "
+                    "which shards it. torch orders a group's ranks ascending, so its collectives and its mesh coordinates "
+                    "disagree on who holds which shard; build the mesh in ascending order"
+                )
         return mesh, placements
 
     def _blocks_of(

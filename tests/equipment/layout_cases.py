@@ -29,6 +29,18 @@ class LayoutCase:
         return prod(self.mesh)
 
     @property
+    def ascends(self) -> bool:
+        """False when ranks descend along an axis, where torch's collectives and coordinates disagree."""
+        ranks, step = self.mesh_ranks, self.size
+        for length in self.mesh:
+            step //= length
+            if any(
+                index // step % length < length - 1 and ranks[index + step] < rank for index, rank in enumerate(ranks)
+            ):
+                return False
+        return True
+
+    @property
     def mesh_ranks(self) -> tuple[int, ...]:
         """Ranks in row-major order of the mesh."""
         return self.ranks if self.ranks is not None else tuple(range(self.size))
@@ -112,7 +124,7 @@ LAYOUT_CASES: tuple[LayoutCase, ...] = (
         (3,),
         ("S(0)",),
         (7, 2),
-        "mesh in another rank order than the world's",
+        "ranks descend along a sharding axis: our algebra takes it; as a DTensor torch's own gather errs",
         None,
         (2, 1, 0),
     ),
