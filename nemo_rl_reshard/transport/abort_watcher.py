@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from nemo_rl_reshard.errors import TransportError, TransportTimeoutError
-from nemo_rl_reshard.transport.rendezvous import RendezvousConnection
+from nemo_rl_reshard.transport.rendezvous_connection import RendezvousConnection
 
 _SLICE_S = 10.0
 """Longest single wait on the server. It answers as soon as the key is there, so this only bounds what a dead rank's

@@ -23,7 +23,7 @@ from nemo_rl_reshard.transport.abort_watcher import AbortWatcher
 from nemo_rl_reshard.transport.backends import MAX_TAG, make_backend
 from nemo_rl_reshard.transport.buffers import check_buffer, check_gather, check_members, check_peer
 from nemo_rl_reshard.transport.deadline import Deadline
-from nemo_rl_reshard.transport.rendezvous_store import RendezvousStore
+from nemo_rl_reshard.transport.rendezvous import RendezvousStore
 
 _FIRST_CAUSE_GRACE_S = 0.5
 """How long a rank that lost a connection waits for the reason. A peer that gives up closes its connections a moment

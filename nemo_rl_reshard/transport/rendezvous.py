@@ -1,7 +1,9 @@
-"""The rendezvous of one refit: a small key-value server that only ranks holding the refit's token can use.
+"""The rendezvous of one refit: a small key-value server for ranks that hold the refit's token, and its torch store.
 
-It binds to the one address it is given, on a port that the system picks and that stays bound: nobody can take the port
-between choosing and using it. Values are bytes; see `wire` for what travels.
+The server binds to the one address it is given, on a port that the system picks and that stays bound: nobody can take
+the port between choosing and using it. torch's own TCPStore listens on every address and asks nobody for a token; a
+Python subclass of `Store` carries a process group just as well, since a group only reads and writes a few small keys
+while it is built. `wire` says what travels.
 """
 
 from __future__ import annotations
@@ -10,18 +12,23 @@ import base64
 import contextlib
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, TypeVar
 
-from nemo_rl_reshard.errors import HandshakeError, TransportError, TransportTimeoutError
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from nemo_rl_reshard.errors import HandshakeError, RefitAbortedError, TransportError
 from nemo_rl_reshard.transport.deadline import Deadline
+from nemo_rl_reshard.transport.key_table import REFUSED, KeyTable
+from nemo_rl_reshard.transport.rendezvous_connection import RendezvousConnection
 from nemo_rl_reshard.transport.wire import MIN_TOKEN_BYTES, Wire
 
-DONE, TIMED_OUT, STOPPED, REFUSED = "done", "timed out", "stopped", "refused"
-"""How a request ended: the first element of every reply. The second is the result, or what went wrong."""
+Result = TypeVar("Result")
 
 _REPLY_S = 30.0
+"""How long a rank may take to read a reply before its connection is given up."""
 
 
 class RendezvousServer:
@@ -40,7 +47,7 @@ class RendezvousServer:
         self.num_refused = 0
         self._token = token
         self._handshake_s = handshake_s
-        self._table = _Table()
+        self._table = KeyTable()
         self._lock = threading.Lock()
         self._closed = False
         self._open: dict[Wire, threading.Thread] = {}
@@ -116,133 +123,108 @@ class RendezvousServer:
                 return
 
 
-class _Table:
-    """Keys, values and whoever waits for a key. Speaks base64 text outside, bytes inside."""
+class RendezvousStore(Store):
+    """One rank's access to the rendezvous. Safe from any number of threads: each request has a connection of its own.
 
-    def __init__(self) -> None:
+    `stop_key`, once set, ends every wait as soon as some rank writes that key: they raise RefitAbortedError with the
+    key's value as the reason.
+    """
+
+    def __init__(self, address: tuple[str, int], token: bytes, timeout_s: float) -> None:
+        """Connect at once, so that a wrong token or address shows here.
+
+        Raises HandshakeError if the token is refused, TransportError if nobody answers within `timeout_s`. Waits that
+        are given no time of their own take at most `timeout_s`.
+        """
+        super().__init__()
+        self.timeout_s = timeout_s
+        self.stop_key: str | None = None
+        self._address = (address[0], address[1])
+        self._token = token
         self._lock = threading.Lock()
-        self._values: dict[str, bytes] = {}
-        self._waiting: dict[str, set[threading.Event]] = {}
+        self._idle: list[RendezvousConnection] = [self.connect()]
+        self._busy: set[RendezvousConnection] = set()
         self._closed = False
 
-    def apply(self, request: Any) -> list[Any]:
-        """Run one request `[operation, ...]`. Raises ValueError, TypeError, KeyError or IndexError if malformed."""
-        operation, *arguments = request
-        if operation == "wait":
-            keys, seconds, stop_key = arguments
-            return self._wait([str(key) for key in keys], float(seconds), None if stop_key is None else str(stop_key))
-        with self._lock:
-            return [DONE, self._apply_at_once(str(operation), arguments)]
+    def connect(self) -> RendezvousConnection:
+        """A new connection that the caller owns, for one thread that waits and must be woken on its own."""
+        return RendezvousConnection(self._address, self._token, Deadline.after(self.timeout_s))
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write `value` under `key`."""
+        self._use(lambda connection: connection.ask("set", key, _text(value)))
+
+    def get(self, key: str) -> bytes:
+        """The value of `key`, waiting for it up to `timeout_s`."""
+        self.wait([key])
+        text = self._use(lambda connection: connection.ask("get", key))
+        if text is None:
+            raise TransportError(f"key {key} was deleted while this rank read it")
+        return base64.b64decode(text)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Block until all keys are there. Raises TransportTimeoutError, or RefitAbortedError through `stop_key`."""
+        seconds = self.timeout_s if timeout is None else max(0.001, timeout.total_seconds())
+        stop_key = self.stop_key
+        if not self._use(lambda connection: connection.wait(keys, seconds, stop_key)):
+            assert stop_key is not None
+            reason = self._use(lambda connection: connection.ask("get", stop_key))
+            raise RefitAbortedError(base64.b64decode(reason).decode())
+
+    def add(self, key: str, amount: int) -> int:
+        """Add `amount` to the number under `key` (0 if absent) and return the sum."""
+        return int(self._use(lambda connection: connection.ask("add", key, amount)))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Write `desired` if the value equals `expected` (an absent key equals ""); return what holds afterwards."""
+        held = self._use(lambda connection: connection.ask("compare_set", key, _text(expected), _text(desired)))
+        return base64.b64decode(held)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """True if every key is there now."""
+        return bool(self._use(lambda connection: connection.ask("check", list(keys))))
+
+    def delete_key(self, key: str) -> bool:
+        """Remove `key`; True if it was there."""
+        return bool(self._use(lambda connection: connection.ask("delete", key)))
+
+    def num_keys(self) -> int:
+        """Number of keys that all ranks have set together."""
+        return int(self._use(lambda connection: connection.ask("num_keys")))
 
     def close(self) -> None:
-        """Wake every wait."""
+        """End every connection; requests under way raise TransportError. Safe to call twice."""
         with self._lock:
             self._closed = True
-            for events in self._waiting.values():
-                for event in events:
-                    event.set()
+            connections = [*self._idle, *self._busy]
+            self._idle.clear()
+        for connection in connections:
+            connection.close()
 
-    def _apply_at_once(self, operation: str, arguments: list[Any]) -> Any:
-        """Everything but waiting. Called with the lock held."""
-        values = self._values
-        match operation:
-            case "set":
-                self._put(str(arguments[0]), base64.b64decode(arguments[1], validate=True))
-                return None
-            case "get":
-                value = values.get(str(arguments[0]))
-                return None if value is None else base64.b64encode(value).decode()
-            case "add":
-                total = int(values.get(str(arguments[0]), b"0")) + int(arguments[1])
-                self._put(str(arguments[0]), str(total).encode())
-                return total
-            case "compare_set":
-                key, expected, desired = (
-                    str(arguments[0]),
-                    *(base64.b64decode(text, validate=True) for text in arguments[1:]),
-                )
-                # As torch's stores do it: an absent key equals an empty expectation, and the answer is what holds now.
-                if values.get(key, b"") == expected:
-                    self._put(key, desired)
-                return base64.b64encode(values.get(key, expected)).decode()
-            case "check":
-                return all(str(key) in values for key in arguments[0])
-            case "delete":
-                return values.pop(str(arguments[0]), None) is not None
-            case "num_keys":
-                return len(values)
-        raise ValueError(f"unknown operation {operation!r}")
-
-    def _put(self, key: str, value: bytes) -> None:
-        self._values[key] = value
-        for event in self._waiting.get(key, ()):
-            event.set()
-
-    def _wait(self, keys: Sequence[str], seconds: float, stop_key: str | None) -> list[Any]:
-        """Block until every key is there, `stop_key` is there, or the time is over."""
-        deadline = Deadline.after(seconds)
-        changed = threading.Event()
-        watched = {*keys, *([] if stop_key is None else [stop_key])}
+    def _use(self, request: Callable[[RendezvousConnection], Result]) -> Result:
+        """Run `request` on an idle connection, or on a new one when all are taken by threads that wait."""
         with self._lock:
-            for key in watched:
-                self._waiting.setdefault(key, set()).add(changed)
+            if self._closed:
+                raise TransportError("the connection to the rendezvous is closed")
+            connection = self._idle.pop() if self._idle else None
+        if connection is None:
+            connection = self.connect()
+        with self._lock:
+            self._busy.add(connection)
+        healthy = False
         try:
-            while True:
-                with self._lock:
-                    changed.clear()
-                    missing = [key for key in keys if key not in self._values]
-                    stopped = stop_key is not None and stop_key in self._values
-                    closed = self._closed
-                if not missing:
-                    return [DONE, None]
-                if stopped:
-                    return [STOPPED, stop_key]
-                if closed:
-                    raise TransportError("the rendezvous closed")
-                if deadline.remaining_s() == 0:
-                    return [TIMED_OUT, missing]
-                changed.wait(deadline.remaining_s())
+            result = request(connection)
+            healthy = True
         finally:
             with self._lock:
-                for key in watched:
-                    events = self._waiting[key]
-                    events.discard(changed)
-                    if not events:
-                        del self._waiting[key]
+                self._busy.discard(connection)
+                keep = healthy and not self._closed
+                if keep:
+                    self._idle.append(connection)
+            if not keep:
+                connection.close()
+        return result
 
 
-class RendezvousConnection:
-    """A rank's end of one connection to the rendezvous: one request at a time."""
-
-    def __init__(self, address: tuple[str, int], token: bytes, deadline: Deadline) -> None:
-        """Connect and prove the token. Raises HandshakeError if refused, TransportError if nobody answers."""
-        self._wire = Wire.connect(address, token, deadline)
-
-    def ask(self, operation: str, *arguments: Any) -> Any:
-        """Run an operation that does not wait for other ranks, and return its result."""
-        return self._exchange([operation, *arguments], Deadline.after(_REPLY_S))[1]
-
-    def wait(self, keys: Sequence[str], seconds: float, stop_key: str | None = None) -> bool:
-        """Block until every key is there: True; or until `stop_key` is there: False.
-
-        Raises TransportTimeoutError naming the keys that are still missing after `seconds`.
-        """
-        # The server keeps the time; the slack only bounds the wait for a server that stopped answering.
-        ending, result = self._exchange(["wait", list(keys), seconds, stop_key], Deadline.after(seconds + _REPLY_S))
-        if ending == TIMED_OUT:
-            raise TransportTimeoutError(f"no rank set {', '.join(result)} within {seconds:g} s")
-        return bool(ending == DONE)
-
-    def close(self) -> None:
-        """End the connection; a request under way in another thread raises TransportError."""
-        self._wire.close()
-
-    def _exchange(self, request: list[Any], deadline: Deadline) -> list[Any]:
-        try:
-            self._wire.send(request, deadline)
-            reply = self._wire.receive(deadline)
-        except TransportTimeoutError as fault:
-            raise TransportError(f"the rendezvous did not answer: {fault}") from fault
-        if reply[0] == REFUSED:
-            raise TransportError(f"the rendezvous refused {request[0]!r}: {reply[1]}")
-        return list(reply)
+def _text(value: Any) -> str:
+    return base64.b64encode(value.encode() if isinstance(value, str) else bytes(value)).decode()
