@@ -10,8 +10,7 @@ from typing import Any
 from nemo_rl_reshard.errors import DeclarationError, FaultList
 from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.params.manifest import Side
-from nemo_rl_reshard.transport.rendezvous import RendezvousServer
-from nemo_rl_reshard.transport.rendezvous_store import RendezvousStore
+from nemo_rl_reshard.transport.rendezvous import RendezvousServer, RendezvousStore
 
 _TOKEN_BYTES = 32
 _CALL_OFF_S = 5.0
