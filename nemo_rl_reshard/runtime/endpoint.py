@@ -1,0 +1,61 @@
+"""What the runtime asks of a trainer adapter and of an inference adapter; they implement it without importing it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from nemo_rl_reshard.layout import Region
+from nemo_rl_reshard.params.manifest import Manifest
+from nemo_rl_reshard.params.spec import TensorSpec
+
+
+class Source(Protocol):
+    """What one trainer rank holds."""
+
+    def manifest(self, rank: int) -> Manifest:
+        """Declare this rank's shards. Raises DeclarationError listing every fault."""
+
+    def view(self, tensor: str, region: Region) -> Tensor:
+        """The live elements of `region`, which lies inside one declared shard.
+
+        Strided, `shape == region.extent`, in the dtype of the storage; no copy. The runtime asks anew at every refit
+        and keeps nothing, so storage may move or be offloaded in between.
+        """
+
+
+class Target(Protocol):
+    """What one inference rank needs, and how to write it.
+
+    A target that takes memory of its own during a refit may say so in an attribute `peak_extra_bytes` (int).
+    """
+
+    def manifest(self, rank: int, specs: Sequence[TensorSpec]) -> Manifest:
+        """Declare where each of `specs` (the trainers' tensors) lands. Raises TargetError or DeclarationError."""
+
+    def begin(self, version: int) -> None:
+        """Open for writing. The engine must be idle."""
+
+    def view(self, tensor: str, region: Region) -> Tensor:
+        """Writable elements of `region`, which lies inside one declared shard.
+
+        Strided, `shape == region.extent`, in the target's dtype. Asked for only between `begin` and
+        `tensor_done(tensor)`, when bytes are about to land or to be forwarded.
+        """
+
+    def tensor_done(self, tensor: str) -> None:
+        """Every write and every forward of this direct tensor is finished on this rank; called once per refit."""
+
+    def load(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Leftovers: whole tensors in the target's dtype, for the engine's own loader.
+
+        It may keep references: a buffer that is still referenced afterwards is left to its holder.
+        """
+
+    def finish(self, version: int) -> None:
+        """Post-load processing, derived caches, tied heads. Raises TargetError when an element was not written."""
+
+    def abandon(self) -> None:
+        """After a failure: leave the engine loadable and marked unusable. Never raises."""
