@@ -216,12 +216,11 @@ def _parts(piece: Piece, blocks: Iterable[Block]) -> Iterable[_Part]:
 
 
 def _exported(tensor: str, export: Callable[[torch.Tensor], torch.Tensor], stored: torch.Tensor) -> torch.Tensor:
-    """A rule's computed value of `stored`. Raises DeclarationError for an export that touches the trainer's weight."""
-    before = stored._version
-    value = export(stored)
-    if stored._version != before or value.shape != stored.shape or value.data_ptr() == stored.data_ptr():
+    """A rule's value, computed on a copy so that no export can change the trainer's own weight."""
+    value = export(stored.clone())
+    if value.shape != stored.shape:
         raise DeclarationError(
-            f"{tensor}: an export returns a new tensor of shape {tuple(stored.shape)} and leaves the trainer's as it is"
+            f"{tensor}: its export made shape {tuple(value.shape)} of {tuple(stored.shape)}; an export is elementwise"
         )
     return value
 

@@ -83,7 +83,7 @@ class Placer:
             if not isinstance(placement, layout.Replicate) and bool((along < 0).any()):
                 raise DeclarationError(
                     f"{name}: ranks of mesh {device_mesh.mesh.tolist()} do not ascend along axis {names[axis]!r}, "
-                    "which shards it. torch orders a group's ranks ascending, so its collectives and its mesh coordinates "
+                    "which shards it. torch orders a group's ranks ascending, so collectives and mesh coordinates "
                     "disagree on who holds which shard; build the mesh in ascending order"
                 )
         return mesh, placements
