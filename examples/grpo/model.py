@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from examples.grpo.tokenizer import BEGIN, END, PAD, VOCABULARY
+from grpo.tokenizer import BEGIN, END, PAD, VOCABULARY
 
 
 def write_checkpoint(folder: Path, section: Mapping[str, Any], seed: int) -> int:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from examples.grpo.tokenizer import decode, encode
+from grpo.tokenizer import decode, encode
 
 KINDS: dict[str, frozenset[int]] = {
     "lower": frozenset(b"abcdefghijklmnopqrstuvwxyz"),

@@ -1,0 +1,126 @@
+"""GRPO on a small Qwen3: FSDP2/TP trainers and vLLM engines under Ray, refitted by nemo_rl_reshard.
+
+    python examples/grpo_qwen.py --config configs/grpo_qwen_cpu.yaml refit.backend=reshard refit.verify=sample
+
+Several backends (`"refit.backend=[reshard,gather_broadcast]"`) train one after the other from the same weights, with
+trainers and engines staying up, and are then compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from grpo.actors import Cast, start
+from grpo.config import load_config, refit_section
+from grpo.loop import Metrics, train
+from grpo.model import write_checkpoint
+from grpo.run_folder import RunFolder
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from nemo_rl_reshard.cli.compare import compare_runs
+from nemo_rl_reshard.config import Backend
+from nemo_rl_reshard.errors import ConfigError
+from nemo_rl_reshard.orchestration.controller import RefitController
+from nemo_rl_reshard.orchestration.cpu_environment import CpuEnvironment
+
+EXAMPLES = Path(__file__).resolve().parent
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the example. Returns the exit code: 0, or 2 for a faulty configuration."""
+    parser = argparse.ArgumentParser(description="GRPO on a small Qwen3 with resharded refits")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    options = parser.parse_args(arguments)
+    console = Console()
+    try:
+        config = load_config(options.config, options.overrides)
+    except ConfigError as fault:
+        console.print(str(fault), style="red", markup=False)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="grpo-checkpoint-") as folder:
+        return _run(Path(folder), config, console)
+
+
+def _run(checkpoint: Path, config: dict[str, Any], console: Console) -> int:
+    """Build the model, start everyone, train with each backend, compare."""
+    start_s = time.perf_counter()
+    num_parameters = write_checkpoint(checkpoint, config["model"], config["seed"])
+    engine_environment = CpuEnvironment(
+        kv_cache_gib=config["generation"]["kv_cache_gib"], python_path=(EXAMPLES, EXAMPLES / "cpu_engine")
+    )
+    ray.init(
+        num_cpus=config["cluster"]["num_cpus"],
+        include_dashboard=False,
+        runtime_env=engine_environment.runtime_env(),
+        log_to_driver=config["cluster"]["show_worker_output"],
+        logging_level="warning",
+    )
+    try:
+        sizes, policy = config["generation"]["engines"], config["policy"]
+        console.print(
+            f"Qwen3 of {num_parameters / 1e6:.1f} M parameters; {policy['dp'] * policy['tp']} trainers "
+            f"(FSDP2 dp{policy['dp']} x tp{policy['tp']}), engines {', '.join(f'TP{size}' for size in sizes)}"
+        )
+        with console.status("starting trainers and engines ..."):
+            cast = start(checkpoint, config)
+        console.print(f"all ready after {time.perf_counter() - start_s:.0f} s")
+        folders = _train_each(cast, config, console)
+    finally:
+        ray.shutdown()
+    compare_runs(
+        folders,
+        folders[0] / "refit_timings.png" if len(folders) == 1 else folders[0].parent / "refit_timings.png",
+        console,
+    )
+    console.print(f"total {time.perf_counter() - start_s:.0f} s")
+    return 0
+
+
+def _train_each(cast: Cast, config: dict[str, Any], console: Console) -> list[Path]:
+    """One training run per backend; returns their folders."""
+    backends = [Backend(name) for name in config["refit"]["backend"]]
+    controller = RefitController(*cast.members(), refit_section(config, backends[0]))
+    folders = []
+    for backend in backends:
+        path = RunFolder.choose(config["logger"]["run_dir"], str(backend), len(backends))
+        resolved = {**config, "refit": {**config["refit"], "backend": str(backend)}}
+        with RunFolder(path, resolved) as folder, _progress(console) as progress:
+            task = progress.add_task(str(backend), total=config["grpo"]["num_steps"], now="planning the refit")
+            folder.plan(controller.plan_summary(backend))
+
+            def show(metrics: Metrics, progress: Progress = progress, task: Any = task) -> None:
+                progress.update(task, advance=1, now=_line(metrics))
+
+            train(cast, controller, config, backend, folder, show)
+        folders.append(path)
+        console.print(f"[bold]{backend}[/bold]: {path}")
+    controller.close()
+    return folders
+
+
+def _progress(console: Console) -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description:>16}"), BarColumn(bar_width=24), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), TextColumn("{task.fields[now]}"), console=console)
+
+
+def _line(metrics: Metrics) -> str:
+    """What the progress bar says about the last step."""
+    refit_s = metrics["refit/seconds"]
+    refit = "left out" if refit_s is None else f"{refit_s:.2f} s"
+    return (
+        f"reward {metrics['reward/mean']:.3f}  refit {refit}  log-prob gap {metrics['logprob_gap/mean_abs']:.1e}  "
+        f"step {metrics['time_s']:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

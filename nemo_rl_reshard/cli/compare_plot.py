@@ -1,0 +1,134 @@
+"""The picture of `compare`: seconds per step, and where they went, phase by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from nemo_rl_reshard.cli.quantities import seconds_text
+from nemo_rl_reshard.cli.run_records import PHASES, RunRecord
+
+# Colour-blind safe (Okabe and Ito), ordered so that neighbouring phases differ in lightness too.
+PHASE_COLOURS = {
+    "declare": "#999999",
+    "pack": "#E69F00",
+    "network": "#0072B2",
+    "exchange": "#56B4E9",
+    "leftover": "#D55E00",
+    "install": "#009E73",
+    "verify": "#CC79A7",
+}
+RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+INK, FAINT = "#222222", "#d9d9d9"
+STYLE: Any = {
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+}
+
+
+def draw(records: Sequence[RunRecord], path: Path) -> None:
+    """Write the picture as PNG. Left: each run's refits by step. Right: its median phases, stacked."""
+    labels = _labels(records)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(11, 3.4 + 0.35 * len(records)), layout="constrained")
+        FigureCanvasAgg(figure)
+        by_step, by_phase = figure.subplots(1, 2, gridspec_kw={"width_ratios": [1.15, 1]})
+        _draw_steps(by_step, records, labels)
+        _draw_phases(by_phase, records, labels)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150, metadata={"Software": None})
+
+
+def _labels(records: Sequence[RunRecord]) -> list[str]:
+    """The backend, and the folder too where two runs share a backend."""
+    backends = [record.backend for record in records]
+    return [
+        record.backend if backends.count(record.backend) == 1 else f"{record.backend}\n{record.path.name}"
+        for record in records
+    ]
+
+
+def _draw_steps(axes: Axes, records: Sequence[RunRecord], labels: Sequence[str]) -> None:
+    top = 0.0
+    for index, (record, label) in enumerate(zip(records, labels, strict=True)):
+        colour = RUN_COLOURS[index % len(RUN_COLOURS)]
+        steps = [int(step["step"]) for step in record.refits]
+        seconds = record.series("refit/seconds")
+        top = max(top, *seconds)
+        middle = median(seconds)
+        axes.axhline(middle, color=colour, linewidth=1, linestyle=(0, (4, 3)), alpha=0.55, zorder=1)
+        name = " ".join(label.split("\n"))
+        axes.plot(
+            steps,
+            seconds,
+            color=colour,
+            marker="o",
+            markersize=4.5,
+            linewidth=1.6,
+            label=f"{name}, median {seconds_text(middle)}",
+            zorder=2,
+        )
+    axes.set_title("Seconds per refit")
+    axes.set_xlabel("training step")
+    axes.set_ylabel("seconds")
+    # Room above the curves for the legend.
+    axes.set_ylim(0, top * (1.12 + 0.09 * len(records)) or 1)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, loc="upper right")
+
+
+def _draw_phases(axes: Axes, records: Sequence[RunRecord], labels: Sequence[str]) -> None:
+    shown = [phase for phase in PHASES if any(any(record.series(f"refit/seconds_{phase}")) for record in records)]
+    ends = [0.0] * len(records)
+    for phase in shown:
+        widths = [median(record.series(f"refit/seconds_{phase}")) for record in records]
+        axes.barh(
+            range(len(records)),
+            widths,
+            left=ends,
+            height=0.55,
+            color=PHASE_COLOURS[phase],
+            edgecolor="white",
+            linewidth=0.8,
+            label=phase,
+        )
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    for row, (record, end) in enumerate(zip(records, ends, strict=True)):
+        axes.annotate(
+            seconds_text(median(record.series("refit/seconds"))),
+            (end, row),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontweight="bold",
+        )
+    axes.set_title("Where they go, by phase")
+    axes.set_xlabel("seconds; median over refits, each phase that of its slowest rank")
+    axes.set_yticks(range(len(records)), labels)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(ends) * 1.16 or 1)
+    axes.grid(axis="x", color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.legend(
+        frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=max(1, len(shown)), handlelength=1.1
+    )
