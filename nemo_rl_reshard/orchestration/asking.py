@@ -45,7 +45,7 @@ def ask(
     """
     end_s = time.monotonic() + deadline_s + grace_s
     answers = Answers()
-    waiting: dict[ray.ObjectRef, tuple[int, Member]] = {}
+    waiting: dict[ray.ObjectRef[Any], tuple[int, Member]] = {}
     for first, member in members.items():
         ranks = range(first, first + member.num_ranks)
         common = {"answer_within_s": deadline_s + grace_s / 2}
@@ -75,7 +75,7 @@ def ask(
     return answers
 
 
-def _read(reference: ray.ObjectRef, first: int, member: Member, timeout_s: float) -> tuple[list[Outcome], bool]:
+def _read(reference: ray.ObjectRef[Any], first: int, member: Member, timeout_s: float) -> tuple[list[Outcome], bool]:
     """Outcomes behind a reference that is ready, and whether the member is lost."""
     try:
         plain: Sequence[Mapping[str, Any]] = ray.get(reference, timeout=timeout_s)

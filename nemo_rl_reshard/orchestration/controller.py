@@ -11,10 +11,9 @@ from nemo_rl_reshard.errors import StateError
 from nemo_rl_reshard.orchestration.asking import Answers, ask
 from nemo_rl_reshard.orchestration.first_cause import refit_error
 from nemo_rl_reshard.orchestration.member import Member
-from nemo_rl_reshard.orchestration.plan_book import PlanBook, source_catalog
+from nemo_rl_reshard.orchestration.plan_book import PlanBook, Planned, source_catalog
 from nemo_rl_reshard.orchestration.world import Seating, WorldHost
 from nemo_rl_reshard.params.manifest import Side
-from nemo_rl_reshard.plan.plan import Plan
 from nemo_rl_reshard.runtime.order import RefitOrder, VerifyMode
 from nemo_rl_reshard.runtime.report import RefitReport
 
@@ -52,7 +51,7 @@ class RefitController:
         """Names of members that died or stopped answering and were not replaced yet."""
         return frozenset(self._lost)
 
-    def plan(self, backend: Backend | None = None) -> Plan:
+    def plan(self, backend: Backend | None = None) -> Planned:
         """The plan for `backend` (the configured one if None), building the world if need be; moves no weights."""
         self._ensure_world()
         return self._book.plan_for(backend or self._config.backend)
@@ -67,8 +66,8 @@ class RefitController:
         backend = backend or self._config.backend
         start_s = time.perf_counter()
         self._ensure_world()
-        plan = self._book.plan_for(backend)
-        self._hand_out(plan)
+        planned = self._book.plan_for(backend)
+        self._hand_out(planned)
         order = RefitOrder(version, verify or self._config.verify, self._config.deadline_s, seed=version)
         moved = self._ask("refit", lambda _: {"order": order.to_plain()}, self._config.deadline_s)
         # Last of all, and only here: every rank of the world has finished.
@@ -77,7 +76,7 @@ class RefitController:
             [outcome.value for outcome in moved.outcomes],
             backend=str(backend),
             seconds=time.perf_counter() - start_s,
-            floor_s=plan.floor_seconds,
+            floor_s=planned.floor_s,
         )
 
     def replace(self, member: Member) -> None:
@@ -128,14 +127,14 @@ class RefitController:
         common = {"specs": specs, "num_trainers": self._seating.num_trainers}
         return self._ask("declare", lambda _: common, self._config.setup_s, side)
 
-    def _hand_out(self, plan: Plan) -> None:
-        """Give every rank its program of `plan`, unless that is what it has."""
-        if self._adopted == plan.digest:
+    def _hand_out(self, planned: Planned) -> None:
+        """Give every rank its program of the plan, unless that is what it has."""
+        if self._adopted == planned.plan.digest:
             return
         self._adopted = None
-        assignments = self._book.assignments(plan)
-        self._ask("adopt", lambda rank: {"program": assignments[rank].to_plain()}, self._config.setup_s)
-        self._adopted = plan.digest
+        programs = planned.assignments
+        self._ask("adopt", lambda rank: {"program": programs[rank].to_plain()}, self._config.setup_s)
+        self._adopted = planned.plan.digest
 
     def _ask(
         self,

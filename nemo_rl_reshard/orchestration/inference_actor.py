@@ -54,7 +54,7 @@ class InferenceEngine(ServedRanks):
 
         version = self.gate.check_may_generate()
         wanted = SamplingParams(logprobs=0, detokenize=False, **sampling)
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         answers = self._llm.generate(requests, wanted, use_tqdm=False)
         return version, [[_completion(sample) for sample in answer.outputs] for answer in answers]
 

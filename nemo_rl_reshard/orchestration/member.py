@@ -23,11 +23,12 @@ class Member:
     name: str
     side: Side
     num_ranks: int
-    handle: ActorHandle
+    handle: ActorHandle[Any]
 
-    def submit(self, operation: str, arguments: Sequence[dict[str, Any]]) -> ObjectRef:
+    def submit(self, operation: str, arguments: Sequence[dict[str, Any]]) -> ObjectRef[Any]:
         """Start `operation`; the reference becomes a list of plain outcomes, one per rank, in rank order."""
-        return self.handle.reshard.remote(operation, list(arguments))
+        reference: ObjectRef[Any] = self.handle.reshard.remote(operation, list(arguments))
+        return reference
 
     def rank_name(self, index: int) -> str:
         """What to call the `index`-th rank of this member in messages."""

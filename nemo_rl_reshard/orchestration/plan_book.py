@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_reshard.config import Backend, RefitConfig
@@ -13,6 +14,7 @@ from nemo_rl_reshard.params.match import allowed_skips, check_match
 from nemo_rl_reshard.params.routing import Route, RouteKind, decide_routes
 from nemo_rl_reshard.plan.plan import Plan, PlanOptions
 from nemo_rl_reshard.plan.planner import make_plan
+from nemo_rl_reshard.plan.statistics import statistics
 from nemo_rl_reshard.runtime.assignment import Assignment, assign
 from nemo_rl_reshard.sources.replicas import RegionDigest, check_replicas
 
@@ -30,6 +32,20 @@ def source_catalog(declared: Mapping[int, Mapping[str, Any]]) -> Catalog:
     return merge([Manifest.from_plain(each["manifest"]) for each in declared.values()])
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, what every rank has to know to run it, and its summary: what `nemo-rl-reshard plan --json` writes."""
+
+    plan: Plan
+    assignments: Mapping[int, Assignment]
+    summary: Mapping[str, Any]
+
+    @property
+    def floor_s(self) -> float:
+        """The time that no schedule can beat on links of nominal speed."""
+        return float(self.summary["predicted"]["floor_seconds"])
+
+
 class PlanBook:
     """Holds what both sides declared, and at most one plan per backend. `num_plans` counts the plans ever made."""
 
@@ -38,7 +54,7 @@ class PlanBook:
         self._source: Catalog | None = None
         self._target: Catalog | None = None
         self._hosts: dict[int, str] = {}
-        self._plans: dict[Backend, Plan] = {}
+        self._plans: dict[Backend, Planned] = {}
         self.num_plans = 0
 
     def declare(self, source: Catalog, manifests: Sequence[PlainManifest], hosts: Mapping[int, str]) -> None:
@@ -55,7 +71,7 @@ class PlanBook:
         check_match(source, target, allowed_skips(source, target, self._config.architecture))
         self._source, self._target, self._hosts = source, target, dict(hosts)
 
-    def plan_for(self, backend: Backend) -> Plan:
+    def plan_for(self, backend: Backend) -> Planned:
         """The plan for `backend`, made now if there is none. Raises PlanError, and StateError before `declare`."""
         if self._source is None or self._target is None:
             raise StateError("there is nothing to plan: the ranks have not declared yet")
@@ -66,15 +82,11 @@ class PlanBook:
                 routes = {name: _conventional(route) for name, route in routes.items()}
             topology = config.topology.topology(self._hosts)
             options = PlanOptions(bucket_bytes=config.bucket_bytes, message_bytes=config.message_bytes)
-            self._plans[backend] = make_plan(self._source, self._target, routes, topology, options)
+            plan = make_plan(self._source, self._target, routes, topology, options)
+            summary = statistics(plan, self._source, self._target, topology)
+            self._plans[backend] = Planned(plan, assign(plan, self._source, in_flight=config.in_flight), summary)
             self.num_plans += 1
         return self._plans[backend]
-
-    def assignments(self, plan: Plan) -> dict[int, Assignment]:
-        """What every rank has to know to run `plan`, which this book made."""
-        if self._source is None:
-            raise StateError("there is nothing to hand out: the ranks have not declared yet")
-        return assign(plan, self._source, in_flight=self._config.in_flight)
 
 
 def _conventional(route: Route) -> Route:

@@ -77,7 +77,8 @@ def _declare(holder: object, side: Side, make_end: MakeEnd, rank: int, argument:
     """The rank's manifest, where it runs, and digests of what it holds without a DTensor that proves it a replica."""
     _close(holder)
     end = make_end(rank)
-    session = RankSession(rank, **{"source" if side is Side.TRAINER else "target": end})
+    ends: dict[str, Any] = {"source" if side is Side.TRAINER else "target": end}
+    session = RankSession(rank, **ends)
     setattr(holder, SESSION_ATTRIBUTE, session)
     manifest = session.declare(argument["specs"])
     digests = end.replica_digests(num_trainers=argument["num_trainers"]) if isinstance(end, _Replicated) else ()

@@ -10,6 +10,7 @@ from typing import Any
 from nemo_rl_reshard.errors import DeclarationError, FaultList
 from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.params.manifest import Side
+from nemo_rl_reshard.transport.abort_watcher import abort_key
 from nemo_rl_reshard.transport.rendezvous import RendezvousServer, RendezvousStore
 
 _TOKEN_BYTES = 32
@@ -90,8 +91,7 @@ class WorldHost:
         """
         store = RendezvousStore(self._server.address, self._token, timeout_s=_CALL_OFF_S)
         try:
-            for key in (f"refit/{self.generation}/abort", f"refit/{self.generation}/called_off"):
-                store.compare_set(key, "", reason)
+            store.compare_set(abort_key(self.generation), "", reason)
         finally:
             store.close()
 

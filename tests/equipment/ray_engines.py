@@ -1,0 +1,65 @@
+"""Real vLLM engines as Ray actors whose parameters can be read back."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from nemo_rl_reshard.orchestration.inference_actor import InferenceEngine
+from nemo_rl_reshard.orchestration.member import Member
+from nemo_rl_reshard.params.manifest import Side
+
+OPTIONS = {"max_model_len": 128, "dtype": "float32", "block_size": 32}
+GREEDY = {"max_tokens": 12, "temperature": 0.0}
+PROMPTS = [[1, 2, 3, 4], [9, 8, 7], list(range(40, 140, 2))]
+"""The last one fills whole blocks, so that a prefix cache that outlives its weights shows."""
+
+
+def digests(worker: Any) -> dict[str, str]:
+    """Name -> digest of every parameter and buffer of an engine worker's model, bit for bit."""
+    model = worker.model_runner.get_model()
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        name: hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in named.items()
+    }
+
+
+class ReadableEngine(InferenceEngine):
+    """An engine that shows what it holds; `may_generate` lets a fresh engine serve its checkpoint, as a reference."""
+
+    def digests(self) -> list[dict[str, str]]:
+        """Per worker, in rank order."""
+        return self._llm.collective_rpc(digests)
+
+    def serve_checkpoint(self) -> None:
+        self.gate.publish(-1)
+
+    def tokens(self) -> list[list[int]]:
+        _, answers = self.generate(PROMPTS, GREEDY)
+        return [samples[0]["token_ids"] for samples in answers]
+
+
+class EngineMember:
+    """An engine actor on a checkpoint, as a member of refits."""
+
+    def __init__(self, name: str, checkpoint: Path, tp: int) -> None:
+        options = {**OPTIONS, "tensor_parallel_size": tp, "distributed_executor_backend": "mp" if tp > 1 else "uni"}
+        self.actor = ray.remote(num_cpus=0)(ReadableEngine).remote(name, str(checkpoint), options)
+        self.member = Member(name, Side.INFERENCE, tp, self.actor)
+
+    def tokens(self) -> list[list[int]]:
+        return ray.get(self.actor.tokens.remote(), timeout=60)
+
+    def digests(self) -> list[dict[str, str]]:
+        return ray.get(self.actor.digests.remote(), timeout=60)
+
+    def version(self) -> int | None:
+        return ray.get(self.actor.version.remote(), timeout=60)
+
+    def stop(self) -> None:
+        ray.kill(self.actor)

@@ -1,0 +1,80 @@
+"""Real trainers as Ray actors: each a gloo process of an FSDP2 x TP world of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ray
+import torch
+import torch.distributed as dist
+
+from equipment.trainers import shard_columns_and_rows, shard_fully
+from nemo_rl_reshard.orchestration.member import Member
+from nemo_rl_reshard.orchestration.trainer_actor import ReshardTrainer
+from nemo_rl_reshard.params.manifest import Side
+from nemo_rl_reshard.runtime.endpoint import Source
+from nemo_rl_reshard.sources.dtensor import DTensorSource
+
+DP, TP = 2, 2
+
+
+class TinyTrainer(ReshardTrainer):
+    """One of DP x TP ranks that train the model of a checkpoint folder."""
+
+    def __init__(self, rank: int, store: str, checkpoint: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(1)
+        size = DP * TP
+        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+        mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+        shard_columns_and_rows(self._model, mesh["tp"])
+        shard_fully(self._model, mesh["dp"])
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.05)
+
+    def reshard_source(self, rank: int) -> Source:
+        return DTensorSource.from_model(self._model, rank)
+
+    def train(self, step: int) -> float:
+        """One step on tokens that depend on `step` alone; the loss before it."""
+        vocabulary = self._model.config.vocab_size
+        tokens = (torch.arange(24).view(2, 12) * (7 + step)) % vocabulary
+        self._optimizer.zero_grad()
+        loss = self._model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        self._optimizer.step()
+        return loss.item()
+
+    def save(self, folder: str) -> None:
+        """Gather every tensor whole, and have rank 0 write a checkpoint that transformers and vLLM can load."""
+        from safetensors.torch import save_file
+
+        gathered = {name: tensor.full_tensor().contiguous() for name, tensor in self._model.state_dict().items()}
+        if dist.get_rank() == 0:
+            Path(folder).mkdir(parents=True)
+            save_file(gathered, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+            self._model.config.save_pretrained(folder)
+        dist.barrier()
+
+
+class TrainerGroup:
+    """The actors of one trainer world, started together from a checkpoint."""
+
+    def __init__(self, name: str, folder: Path, checkpoint: Path) -> None:
+        actor = ray.remote(num_cpus=0)(TinyTrainer)
+        store = str(folder / f"{name}.store")
+        self.actors = [actor.remote(rank, store, str(checkpoint)) for rank in range(DP * TP)]
+        self.members = [Member(f"{name} {rank}", Side.TRAINER, 1, handle) for rank, handle in enumerate(self.actors)]
+
+    def train(self, step: int) -> list[float]:
+        return ray.get([actor.train.remote(step) for actor in self.actors], timeout=60)
+
+    def save(self, folder: Path) -> Path:
+        ray.get([actor.save.remote(str(folder)) for actor in self.actors], timeout=60)
+        return folder
+
+    def stop(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
