@@ -98,3 +98,13 @@ def volume(regions: Sequence[Region]) -> int:
     if len(distinct) == 1:
         return distinct[0].numel
     return sum(cell.region.numel for cell in cut(distinct))
+
+
+def bounded(region: Region, most: int) -> tuple[Region, ...]:
+    """`region` cut along its outermost dims into near-equal pieces of at most `most` elements, `most` >= 1."""
+    if region.numel <= most:
+        return (region,)
+    dim = next(index for index, extent in enumerate(region.extent) if extent > 1)
+    per_slice = region.numel // region.extent[dim]
+    parts = -(-region.extent[dim] // max(1, most // per_slice))
+    return tuple(piece for part in region.split(dim, parts) for piece in bounded(part, most))

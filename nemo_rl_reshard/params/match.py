@@ -15,18 +15,21 @@ _INTEGERS = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64"})
 def check_match(
     source: Catalog,
     target: Catalog,
-    skipped: Mapping[str, str] | Sequence[str] = (),
+    skipped: Mapping[str, str] | Sequence[str] | None = None,
     padded: Mapping[str, tuple[int, ...]] | None = None,
     colocated: bool = False,
 ) -> None:
     """Raise one DeclarationError listing every way in which the two catalogs do not fit.
 
-    `skipped` are source tensors that the target rightly lacks (see `allowed_skips`). `padded` gives the true shape of
-    tensors that the trainers hold with padding at the end of dims (a vocabulary of 101 rows kept as 104): such a
-    tensor may be larger at the source, and the rest never travels. Ranks on both sides are refused unless `colocated`.
+    `skipped` are source tensors that the target rightly lacks; None stands for `allowed_skips`. `padded` gives the
+    true shape of tensors that the trainers hold with padding at the end of dims (a vocabulary of 101 rows kept as
+    104): such a tensor may be larger at the source, and the rest never travels. Ranks on both sides are refused unless
+    `colocated`.
     """
     faults = FaultList("matching trainer and inference declarations", DeclarationError)
     padded = padded or {}
+    if skipped is None:
+        skipped = allowed_skips(source, target)
     only_source = [name for name in source.specs if name not in target.specs and name not in skipped]
     only_target = [name for name in target.specs if name not in source.specs]
     if only_source or only_target:

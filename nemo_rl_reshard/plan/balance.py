@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import lcm
 
 from nemo_rl_reshard.layout import Region
+from nemo_rl_reshard.layout.tiling import bounded
 from nemo_rl_reshard.plan.overlay import Demand
 from nemo_rl_reshard.plan.plan import Move
 from nemo_rl_reshard.topology import Link
@@ -54,7 +55,7 @@ def share(demands: Sequence[Demand], item_size: int, num_tensors: int, bucket_by
     shared: list[Demand] = []
     for demand in demands:
         nbytes = demand.region.numel * item_size
-        parts = -(-nbytes // bucket_bytes)
+        parts = 1
         if not demand.near:
             whole = alike[demand.holders, demand.needers] * num_tensors
             for replicas in (len(demand.needers), len(demand.holders)):
@@ -62,7 +63,8 @@ def share(demands: Sequence[Demand], item_size: int, num_tensors: int, bucket_by
                     parts = max(parts, min(replicas, nbytes // _SMALL_BYTES))
         shared.extend(
             Demand(region, demand.domain, demand.holders, demand.needers, demand.near)
-            for region in _split(demand.region, parts)
+            for part in _split(demand.region, parts)
+            for region in bounded(part, bucket_bytes // item_size)
         )
     return tuple(shared)
 

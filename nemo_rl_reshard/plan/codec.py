@@ -49,7 +49,7 @@ def plan_to_plain(plan: Plan) -> Plain:
             for template in plan.templates
         ],
         "placed": [list(row) for row in plan.placed],
-        "leftovers": [_leftover_to_plain(leftover) for leftover in plan.leftovers],
+        "leftovers": [[leftover.tensor, leftover.nbytes, leftover.reason] for leftover in plan.leftovers],
         "skipped": [list(pair) for pair in plan.skipped.items()],
     }
 
@@ -73,7 +73,7 @@ def plan_from_plain(plain: Mapping[str, Any]) -> Plan:
                 for template in plain["templates"]
             ),
             placed=tuple(Placed(*row) for row in plain["placed"]),
-            leftovers=tuple(_leftover_from_plain(leftover) for leftover in plain["leftovers"]),
+            leftovers=tuple(Leftover(*row) for row in plain["leftovers"]),
             skipped=dict(plain["skipped"]),
             sources=tuple(plain["sources"]),
             targets=tuple(plain["targets"]),
@@ -105,7 +105,6 @@ def program_to_plain(program: RankProgram) -> Plain:
         ],
         "leftovers": list(program.leftovers),
         "message_bytes": program.message_bytes,
-        "gathering": [_leftover_to_plain(leftover) for leftover in program.gathering],
     }
 
 
@@ -131,7 +130,6 @@ def program_from_plain(plain: Mapping[str, Any]) -> RankProgram:
             ),
             leftovers=tuple(plain["leftovers"]),
             message_bytes=plain["message_bytes"],
-            gathering=tuple(_leftover_from_plain(leftover) for leftover in plain["gathering"]),
         )
     except (KeyError, TypeError, ValueError) as fault:
         raise PlanError(f"malformed program: {fault!r}") from fault
@@ -149,15 +147,3 @@ def _region_to_plain(region: Region) -> list[list[int]]:
 def _region_from_plain(plain: list[list[int]]) -> Region:
     offset, extent = plain
     return Region(tuple(offset), tuple(extent))
-
-
-def _leftover_to_plain(leftover: Leftover) -> list[Any]:
-    pieces = [[rank, *_region_to_plain(region)] for rank, region in leftover.pieces]
-    return [leftover.tensor, leftover.nbytes, leftover.reason, pieces]
-
-
-def _leftover_from_plain(plain: list[Any]) -> Leftover:
-    tensor, nbytes, reason, pieces = plain
-    return Leftover(
-        tensor, nbytes, reason, tuple((rank, Region(tuple(offset), tuple(extent))) for rank, offset, extent in pieces)
-    )

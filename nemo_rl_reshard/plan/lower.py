@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from nemo_rl_reshard.errors import PlanError
 from nemo_rl_reshard.layout import Region
+from nemo_rl_reshard.layout.tiling import bounded
 from nemo_rl_reshard.plan.plan import Move, Plan
 from nemo_rl_reshard.plan.transfer import Message, Part, RankProgram
 from nemo_rl_reshard.topology import Link
@@ -48,7 +49,6 @@ def lower(plan: Plan, rank: int) -> RankProgram:
         messages=tuple(messages),
         leftovers=tuple(leftover.tensor for leftover in plan.leftovers),
         message_bytes=limit,
-        gathering=plan.leftovers,
     )
 
 
@@ -63,26 +63,15 @@ def _moves_of(plan: Plan, rank: int) -> Iterator[tuple[str, int, Move, _Cuts, st
         moves = mine.get((index, variant))
         if moves is None:
             template = plan.templates[index]
+            size = template.item_size
             moves = mine[index, variant] = [
-                (move, cut_to(template.pieces[move.piece], template.item_size, limit))
+                (move, [(part, part.numel * size) for part in bounded(template.pieces[move.piece], limit // size)])
                 for move in template.variants[variant]
                 if rank in (move.src, move.dst)
             ]
         dtype = plan.specs[tensor].dtype
         for move, cuts in moves:
             yield tensor, step, move, cuts, dtype
-
-
-def cut_to(region: Region, item_size: int, limit: int) -> list[tuple[Region, int]]:
-    """`region` cut along its outermost dims into near-equal pieces of at most `limit` bytes, with their bytes."""
-    nbytes = region.numel * item_size
-    if nbytes <= limit:
-        return [(region, nbytes)]
-    dim = next(index for index, extent in enumerate(region.extent) if extent > 1)
-    slice_bytes = nbytes // region.extent[dim]
-    per_piece = max(1, limit // slice_bytes)
-    parts = -(-region.extent[dim] // per_piece)
-    return [found for piece in region.split(dim, parts) for found in cut_to(piece, item_size, limit)]
 
 
 def _batches(parts: list[Part], limit: int) -> Iterator[list[Part]]:

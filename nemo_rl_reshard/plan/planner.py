@@ -10,10 +10,10 @@ from nemo_rl_reshard.params.catalog import Catalog
 from nemo_rl_reshard.params.routing import Route, RouteKind
 from nemo_rl_reshard.plan.balance import Choice, assign, share
 from nemo_rl_reshard.plan.codec import seal
-from nemo_rl_reshard.plan.gathering import gather_pieces
 from nemo_rl_reshard.plan.overlay import Demand, overlay
 from nemo_rl_reshard.plan.plan import Move, Placed, Plan, PlanOptions, Template
 from nemo_rl_reshard.plan.schedule import Schedule
+from nemo_rl_reshard.plan.transfer import Leftover
 from nemo_rl_reshard.topology import Topology
 
 __all__ = ["PlanOptions", "make_plan"]
@@ -35,7 +35,7 @@ def make_plan(
     """
     options = options or PlanOptions()
     ranks = sorted({*source.ranks, *target.ranks})
-    domain_of = _domains(ranks, topology)
+    domain_of = topology.domains_with(ranks)
     direct = [name for name in target.specs if routes[name].kind is RouteKind.DIRECT]
     members: dict[_TemplateKey, list[str]] = {}
     for name in direct:
@@ -46,7 +46,7 @@ def make_plan(
     variants = assign(choices)
     templates, placed = _place(direct, members, choices, variants, ranks, options)
     leftovers = tuple(
-        gather_pieces(source, target.specs[name], routes[name].reason)
+        Leftover(name, target.specs[name].nbytes, routes[name].reason)
         for name in target.specs
         if routes[name].kind is RouteKind.LEFTOVER
     )
@@ -62,17 +62,6 @@ def make_plan(
             targets=target.ranks,
         )
     )
-
-
-def _domains(ranks: list[int], topology: Topology) -> dict[int, int]:
-    """Rank -> domain for every rank: those that no domain names follow as domains of their own."""
-    domain_of = topology.domain_of()
-    own = len(topology.domains)
-    for rank in ranks:
-        if rank not in domain_of:
-            domain_of[rank] = own
-            own += 1
-    return domain_of
 
 
 def _choices(

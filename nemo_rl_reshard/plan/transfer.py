@@ -56,27 +56,19 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A tensor that is gathered and broadcast, with the reason.
-
-    `pieces` say which rank contributes which region to the whole, each element once, in row-major order.
-    """
+    """A tensor that is gathered and broadcast, with the reason."""
 
     tensor: str
     nbytes: int
     reason: str
-    pieces: tuple[tuple[int, Region], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """One rank's part of a plan: its messages in plan order. `digest` is the whole plan's.
-
-    `leftovers` names the leftovers in model order, `gathering` gives the same with their pieces.
-    """
+    """One rank's part of a plan: its messages in plan order. `digest` is the whole plan's."""
 
     rank: int
     digest: str
     messages: tuple[Message, ...]
     leftovers: tuple[str, ...]
     message_bytes: int
-    gathering: tuple[Leftover, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -40,3 +41,9 @@ class Topology:
     def domain_of(self) -> dict[int, int]:
         """Rank -> index of its domain, for the ranks that a domain names."""
         return {rank: index for index, domain in enumerate(self.domains) for rank in domain}
+
+    def domains_with(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Like `domain_of`, with each of `ranks` that no domain names in a domain of its own, after the others."""
+        found = self.domain_of()
+        alone = sorted({rank for rank in ranks if rank not in found})
+        return found | {rank: len(self.domains) + position for position, rank in enumerate(alone)}

@@ -1,0 +1,160 @@
+"""Proof of a plan against the declarations it was made from, by other means than those that made it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from nemo_rl_reshard.errors import FaultList, PlanError
+from nemo_rl_reshard.layout import Region, TensorLayout
+from nemo_rl_reshard.layout.tiling import gaps, overlaps
+from nemo_rl_reshard.params.catalog import Catalog
+from nemo_rl_reshard.params.routing import Route, RouteKind
+from nemo_rl_reshard.plan.codec import seal
+from nemo_rl_reshard.plan.plan import Move, Plan, Template
+from nemo_rl_reshard.plan.transfer import Message, RankProgram
+from nemo_rl_reshard.topology import Link, Topology
+
+_LISTED = 50  # faults of one kind that are written out
+
+
+def check_plan(
+    plan: Plan, source: Catalog, target: Catalog, routes: Mapping[str, Route], topology: Topology | None = None
+) -> None:
+    """Raise PlanError listing every fault of a plan: digest, routes, cover, senders, times, links, buckets, order.
+
+    Proven: every element that a target rank needs of a direct tensor arrives there exactly once, from a rank that
+    held it at the start or received it in an earlier step; every other tensor is a leftover or skipped, as routed.
+    """
+    faults = FaultList("checking plan", PlanError)
+    if seal(plan).digest != plan.digest:
+        faults.add(f"digest {plan.digest!r} is not that of the content")
+    _check_routes(plan, routes, faults)
+    domain_of = topology.domains_with({*plan.sources, *plan.targets}) if topology else None
+    proven: dict[tuple[int, int, int, int], list[str]] = {}
+    step = 0
+    for row in plan.placed:
+        name = row.tensor
+        spec = target.specs.get(name)
+        template = plan.templates[row.template]
+        if row.step < step:
+            faults.add(f"{name}: starts in step {row.step}, after a tensor of step {step}")
+        step = row.step
+        if spec is None or name not in source.layouts:
+            faults.add(f"{name}: is in the plan, and not declared by both sides")
+            continue
+        if plan.specs.get(name) != spec or (template.shape, template.item_size) != (spec.shape, spec.item_size):
+            faults.add(f"{name}: the plan moves {plan.specs.get(name)}, inference declares {spec}")
+        given, wanted = source.layouts[name], target.layouts[name]
+        key = (row.template, row.variant, id(given), id(wanted))
+        if key not in proven:
+            proven[key] = list(_faults_of(template, template.variants[row.variant], given, wanted, domain_of))
+        faults.extend(f"{name}: {fault}" for fault in proven[key][:_LISTED])
+    _check_buckets(plan, faults)
+    faults.raise_if_any()
+
+
+def check_programs(programs: Sequence[RankProgram]) -> None:
+    """Raise PlanError unless every message is in the programs of both its ranks, alike and in ascending order."""
+    faults = FaultList("checking programs", PlanError)
+    digests = sorted({program.digest for program in programs})
+    if len(digests) > 1:
+        faults.add(f"programs come from different plans: digests {digests}")
+    seen: defaultdict[int, list[tuple[int, Message]]] = defaultdict(list)
+    for program in programs:
+        orders = [message.order for message in program.messages]
+        if any(after <= before for before, after in pairwise(orders)):
+            faults.add(f"rank {program.rank}: messages are not in ascending order")
+        for message in program.messages:
+            seen[message.order].append((program.rank, message))
+            if message.nbytes > program.message_bytes:
+                faults.add(
+                    f"rank {program.rank}: message {message.order} of {message.nbytes} bytes passes the limit "
+                    f"{program.message_bytes}"
+                )
+    for order, found in sorted(seen.items()):
+        message = found[0][1]
+        have = sorted(rank for rank, _ in found)
+        if have != sorted({message.src, message.dst}) or any(other != message for _, other in found):
+            faults.add(
+                f"message {order} from rank {message.src} to rank {message.dst} is known, with its content, to ranks "
+                f"{have} only or differs between them"
+            )
+    faults.raise_if_any()
+
+
+def _check_routes(plan: Plan, routes: Mapping[str, Route], faults: FaultList) -> None:
+    """Every tensor goes once, and goes the way it is routed."""
+    went = {
+        RouteKind.DIRECT: Counter(row.tensor for row in plan.placed),
+        RouteKind.LEFTOVER: Counter(leftover.tensor for leftover in plan.leftovers),
+        RouteKind.SKIP: Counter(plan.skipped),
+    }
+    for kind, names in went.items():
+        routed = {name for name, route in routes.items() if route.kind is kind}
+        faults.extend(f"{name}: routed {kind}, the plan does not move it so" for name in sorted(routed - names.keys()))
+        faults.extend(
+            f"{name}: the plan calls it {kind}, it is not routed so" for name in sorted(names.keys() - routed)
+        )
+        faults.extend(f"{name}: {count} times {kind}" for name, count in sorted(names.items()) if count > 1)
+
+
+def _faults_of(
+    template: Template,
+    moves: Sequence[Move],
+    given: TensorLayout,
+    wanted: TensorLayout,
+    domain_of: Mapping[int, int] | None,
+) -> Iterable[str]:
+    """What is wrong with the moves of one tensor."""
+    held = dict(given.held)
+    needed = dict(wanted.held)
+    arrivals: defaultdict[int, list[tuple[int, Region]]] = defaultdict(list)
+    for move in moves:
+        arrivals[move.dst].append((move.lag, template.pieces[move.piece]))
+    for move in moves:
+        region = template.pieces[move.piece]
+        text = f"transfer of offset {region.offset} extent {region.extent} from rank {move.src} to rank {move.dst}"
+        if (move.src == move.dst) != (move.link is Link.LOCAL):
+            yield f"{text} is called {move.link}"
+        elif domain_of and move.src != move.dst:
+            link = Link.FAST if domain_of[move.src] == domain_of[move.dst] else Link.NETWORK
+            if link is not move.link:
+                yield f"{text} is called {move.link}, the topology says {link}"
+        if not any(part.contains(region) for part in held.get(move.src, ())):
+            earlier = [part for lag, part in arrivals.get(move.src, ()) if lag < move.lag]
+            if gaps(region, earlier):
+                yield f"{text} is sent before its sender has it"
+            if not any(part.contains(region) for part in needed.get(move.src, ())):
+                yield f"{text} is no part of one region of its sender"
+        if not any(part.contains(region) for part in needed.get(move.dst, ())):
+            yield f"{text} is no part of one region that its receiver needs"
+    for rank in sorted({*needed, *arrivals}):
+        got = [region for _, region in arrivals.get(rank, ())]
+        for region in overlaps(got):
+            yield f"rank {rank} receives offset {region.offset} extent {region.extent} more than once"
+        for part in needed.get(rank, ()):
+            for region in gaps(part, [found for found in got if part.intersect(found)]):
+                yield f"rank {rank} needs offset {region.offset} extent {region.extent}, which never arrives"
+
+
+def _check_buckets(plan: Plan, faults: FaultList) -> None:
+    """No rank receives more than a bucket in a step; local copies need none."""
+    inbound: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
+    total: Counter[tuple[int, int]] = Counter()
+    for row in plan.placed:
+        key = (row.template, row.variant)
+        if key not in inbound:
+            template = plan.templates[row.template]
+            inbound[key] = Counter()
+            for move in template.variants[row.variant]:
+                if move.link is not Link.LOCAL:
+                    inbound[key][move.dst, move.lag] += template.pieces[move.piece].numel * template.item_size
+        for (rank, lag), nbytes in inbound[key].items():
+            total[rank, row.step + lag] += nbytes
+    faults.extend(
+        f"rank {rank} receives {nbytes} bytes in step {step}, the bucket holds {plan.options.bucket_bytes}"
+        for (rank, step), nbytes in sorted(total.items())
+        if nbytes > plan.options.bucket_bytes
+    )

@@ -1,0 +1,135 @@
+"""Statistics of a plan: the JSON that `nemo-rl-reshard plan` writes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from nemo_rl_reshard.params.catalog import Catalog
+from nemo_rl_reshard.plan.bound import Bound, bound_of
+from nemo_rl_reshard.plan.needs import needs_of
+from nemo_rl_reshard.plan.optimum import least_maximum
+from nemo_rl_reshard.plan.plan import Plan
+from nemo_rl_reshard.plan.predict import Prediction, predict
+from nemo_rl_reshard.plan.traffic import Traffic, conventional_traffic, direct_traffic
+from nemo_rl_reshard.topology import Link, Topology
+
+SCHEMA = 1
+
+
+def statistics(plan: Plan, source: Catalog, target: Catalog, topology: Topology) -> dict[str, Any]:
+    """Schema, digest, totals, per_rank, balance, predicted and leftovers of a plan made from these declarations.
+
+    JSON types only and in a fixed order, so equal input gives equal bytes. Leftovers are counted by the rule of
+    `conventional_traffic`; `pack_bytes` is what a rank sends to other ranks.
+    """
+    domain_of = topology.domains_with({*plan.sources, *plan.targets})
+    direct_names = [row.tensor for row in plan.placed]
+    leftover_names = [leftover.tensor for leftover in plan.leftovers]
+    direct_needs = needs_of(direct_names, source, target, domain_of)
+    leftover_needs = needs_of(leftover_names, source, target, domain_of)
+    bound = bound_of((*direct_needs, *leftover_needs), topology, domain_of)
+    direct_bytes = bound_of(direct_needs, topology, domain_of).unique_bytes
+    direct = direct_traffic(plan)
+    leftover = conventional_traffic(leftover_names, source, target, domain_of)
+    everything = conventional_traffic(direct_names + leftover_names, source, target, domain_of)
+    both = direct + leftover
+    return {
+        "schema": SCHEMA,
+        "digest": plan.digest,
+        "totals": {
+            "unique_bytes": bound.unique_bytes,
+            "direct_bytes": direct_bytes,
+            "leftover_bytes": bound.unique_bytes - direct_bytes,
+            "network_bytes": both.total(Link.NETWORK),
+            "network_bytes_floor": bound.network_bytes,
+            "fast_bytes": both.total(Link.FAST),
+            "local_bytes": both.total(Link.LOCAL),
+            "gather_broadcast_bytes": sum(everything.total(link) for link in Link),
+            "num_transfers": _num_transfers(plan),
+            "num_steps": plan.num_steps,
+            "num_skipped": len(plan.skipped),
+        },
+        "per_rank": _per_rank(sorted({*plan.sources, *plan.targets}), both),
+        "balance": _balance(plan, both, direct, source, least_maximum(direct_needs)),
+        "predicted": _predicted(predict(plan, direct, leftover, topology), bound),
+        "leftovers": [
+            {"tensor": leftover.tensor, "bytes": leftover.nbytes, "reason": leftover.reason}
+            for leftover in plan.leftovers
+        ],
+    }
+
+
+def transfers_to_plain(plan: Plan) -> list[dict[str, Any]]:
+    """Every direct transfer as JSON types, by step, then in model order."""
+    return [
+        {
+            "tensor": transfer.tensor,
+            "offset": list(transfer.region.offset),
+            "extent": list(transfer.region.extent),
+            "src": transfer.src,
+            "dst": transfer.dst,
+            "link": str(transfer.link),
+            "step": transfer.step,
+        }
+        for transfer in sorted(plan.transfers(), key=lambda transfer: transfer.step)
+    ]
+
+
+def _num_transfers(plan: Plan) -> int:
+    return sum(len(plan.templates[row.template].variants[row.variant]) for row in plan.placed)
+
+
+def _per_rank(ranks: Iterable[int], traffic: Traffic) -> list[dict[str, int]]:
+    return [
+        {
+            "rank": rank,
+            "network_send": traffic.sent[Link.NETWORK][rank],
+            "network_recv": traffic.received[Link.NETWORK][rank],
+            "fast_send": traffic.sent[Link.FAST][rank],
+            "fast_recv": traffic.received[Link.FAST][rank],
+            "pack_bytes": traffic.sent[Link.NETWORK][rank] + traffic.sent[Link.FAST][rank],
+        }
+        for rank in ranks
+    ]
+
+
+def _balance(plan: Plan, both: Traffic, direct: Traffic, source: Catalog, least: float) -> dict[str, float]:
+    """Send over trainers that hold anything, receive over the target's ranks; the optimum over direct transfers."""
+    layouts = {id(layout): layout for layout in source.layouts.values()}
+    holders = sorted({rank for layout in layouts.values() for rank in layout.ranks})
+    busiest = max(direct.sent[Link.NETWORK].values(), default=0)
+    return {
+        "max_network_send_over_mean": _over_mean(both.sent[Link.NETWORK], holders),
+        "max_network_recv_over_mean": _over_mean(both.received[Link.NETWORK], plan.targets),
+        "max_network_send_over_optimum": _rounded(busiest / least) if least else 1.0,
+    }
+
+
+def _over_mean(loads: Counter[int], ranks: Iterable[int]) -> float:
+    """Largest over mean of the given ranks; 1 when they move nothing."""
+    values = [loads[rank] for rank in ranks]
+    total = sum(values)
+    return _rounded(max(values) * len(values) / total) if total else 1.0
+
+
+def _predicted(prediction: Prediction, bound: Bound) -> dict[str, Any]:
+    return {
+        "seconds": _rounded(prediction.seconds),
+        "phases": {
+            "pack": _rounded(prediction.pack_s),
+            "network": _rounded(prediction.network_s),
+            "fast": _rounded(prediction.fast_s),
+            "leftover": _rounded(prediction.leftover_s),
+            "install": _rounded(prediction.install_s),
+        },
+        "floor_seconds": _rounded(bound.seconds),
+        "floor_bottleneck": bound.bottleneck,
+        "bottleneck": prediction.bottleneck,
+    }
+
+
+def _rounded(value: float) -> float:
+    """Twelve significant digits: enough for nanoseconds, and the same text on every machine."""
+    return float(f"{value:.12g}")
