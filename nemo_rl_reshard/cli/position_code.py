@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from nemo_rl_reshard.layout import Region
+
+Bits = npt.NDArray[np.uint64]
 
 _CARRIER = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _FLOAT_BITS = {"float16": (10, 5), "bfloat16": (7, 8), "float32": (23, 8), "float64": (52, 11)}
@@ -18,7 +21,7 @@ def position_code(tensor: int, shape: tuple[int, ...], region: Region, dtype: st
 
     Floats are finite and normal, so that comparing bytes compares values.
     """
-    places = np.zeros(region.extent, dtype=np.uint64)
+    places: Bits = np.zeros(region.extent, dtype=np.uint64)
     step = 1
     for dim in reversed(range(len(shape))):
         along = (region.offset[dim] + np.arange(region.extent[dim], dtype=np.uint64)) * np.uint64(step)
@@ -35,18 +38,20 @@ def position_code(tensor: int, shape: tuple[int, ...], region: Region, dtype: st
     return flat.view(kind).view(region.extent)
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
+def _mixed(values: Bits) -> Bits:
     """splitmix64: every bit of the result depends on every bit of the value."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed: Bits = values ^ (values >> np.uint64(31))
+    return mixed
 
 
-def _normal(bits: np.ndarray, mantissa: int, exponent: int) -> np.ndarray:
+def _normal(bits: Bits, mantissa: int, exponent: int) -> Bits:
     """Sign, mantissa and most of the exponent from `bits`, the exponent kept in the middle half of its range."""
     middle = np.uint64(1 << (exponent - 2))
     kept = (bits >> np.uint64(mantissa)) & np.uint64((1 << (exponent - 1)) - 1)
     fraction = bits & np.uint64((1 << mantissa) - 1)
     sign = (bits >> np.uint64(63)) << np.uint64(mantissa + exponent)
-    return fraction | ((middle + kept) << np.uint64(mantissa)) | sign
+    value: Bits = fraction | ((middle + kept) << np.uint64(mantissa)) | sign
+    return value

@@ -56,7 +56,7 @@ def together(calls: Mapping[int, Callable[[], Result]], timeout_s: float) -> dic
     def run(rank: int, call: Callable[[], Result]) -> None:
         try:
             results[rank] = call()
-        except BaseException as error:  # noqa: BLE001 - it is the result
+        except BaseException as error:
             results[rank] = error
 
     threads = {
