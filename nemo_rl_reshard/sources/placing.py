@@ -133,7 +133,7 @@ def translate(name: str, placement: object, axis: str, size: int, ndim: int) -> 
     if isinstance(placement, Shard):
         return layout.Shard(placement.dim % ndim)
     raise DeclarationError(
-        f"{name}: placement {placement} on mesh axis {axis!r} of size {size}: a sum is not a weight, reduce it first"
+        f"{name}: placement {placement!r} on mesh axis {axis!r} of size {size}: a sum is not a weight, reduce it first"
     )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from equipment.layout_cases import LayoutCase
@@ -98,7 +98,7 @@ def _torch_placement(text: str) -> Placement:
 SIZES = {
     "vocab_size": 37,
     "hidden_size": 18,
-    "intermediate_size": 20,
+    "intermediate_size": 30,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 6,
@@ -142,11 +142,20 @@ def position_coded(model: nn.Module) -> nn.Module:
     return model
 
 
-def shard_columns_and_rows(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Tensor parallelism over a one-axis mesh: attention, and the MLP where it is dense."""
+def shard_columns_and_rows(model: nn.Module, mesh: DeviceMesh, *, head_norms: bool = True) -> None:
+    """Tensor parallelism over a one-axis mesh: attention, and the MLP where it is dense.
+
+    Norms of query and key heads see only the local heads, so their gradients must be summed over the axis; cutting
+    their input by heads (dim 2) does that. Without `head_norms` the copies drift apart from the first step on.
+    """
     for layer in model.model.layers:
         plan = {f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
         plan["self_attn.o_proj"] = RowwiseParallel()
+        if head_norms:
+            plan |= {
+                f"self_attn.{name}": SequenceParallel(sequence_dim=2, use_local_output=True)
+                for name in ("q_norm", "k_norm")
+            }
         if hasattr(layer.mlp, "gate_proj"):
             plan |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
             plan["mlp.down_proj"] = RowwiseParallel()
