@@ -48,19 +48,22 @@ class Choice:
 def share(demands: Sequence[Demand], item_size: int, num_tensors: int, bucket_bytes: int) -> tuple[Demand, ...]:
     """Split demands that replicas should share, and those larger than a bucket; keep the others whole.
 
-    A demand is shared when its replicas would get unequal numbers of whole demands of their kind, there are too few
-    tensors to even that out, and the shares are worth a message.
+    A demand is shared when its replicas would get unequal numbers of whole demands, there are too few of them to even
+    that out, and the shares are not small. Every demand must have a holder.
     """
-    alike = Counter((demand.holders, demand.needers) for demand in demands)
+    by_needers = Counter(demand.needers for demand in demands if not demand.near)
+    by_holders = Counter(demand.holders for demand in demands if not demand.near)
     shared: list[Demand] = []
     for demand in demands:
-        nbytes = demand.region.numel * item_size
         parts = 1
         if not demand.near:
-            whole = alike[demand.holders, demand.needers] * num_tensors
-            for replicas in (len(demand.needers), len(demand.holders)):
-                if whole % replicas and whole < 4 * replicas:
-                    parts = max(parts, min(replicas, nbytes // _SMALL_BYTES))
+            most = demand.region.numel * item_size // _SMALL_BYTES
+            for replicas, alike in (
+                (len(demand.needers), by_needers[demand.needers] * num_tensors),
+                (len(demand.holders), by_holders[demand.holders] * num_tensors),
+            ):
+                if alike % replicas and alike < 4 * replicas:
+                    parts = max(parts, min(replicas, most))
         shared.extend(
             Demand(region, demand.domain, demand.holders, demand.needers, demand.near)
             for part in _split(demand.region, parts)

@@ -81,14 +81,15 @@ def _choices(
         if key not in overlays:
             overlays[key] = overlay(*layouts, domain_of)
         demands = overlays[key]
+        unmet = [demand for demand in demands if not demand.holders]
         faults.extend(
             f"{names[0]}: rank {demand.needers[0]} needs offset {demand.region.offset} extent {demand.region.extent}, "
             "which no trainer holds"
-            for demand in demands
-            if not demand.holders
+            for demand in unmet
         )
-        shared = share(demands, item_size, len(names), options.bucket_bytes)
-        choices.append(Choice(shared, item_size, len(names)))
+        if not unmet:
+            shared = share(demands, item_size, len(names), options.bucket_bytes)
+            choices.append(Choice(shared, item_size, len(names)))
     faults.raise_if_any()
     return choices
 

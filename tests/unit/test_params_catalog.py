@@ -106,7 +106,7 @@ def test_no_manifest_at_all_is_refused():
 def test_b27_one_rank_with_the_same_expert_in_two_slots_is_refused():
     spec = TensorSpec("model.layers.0.mlp.experts.0.up_proj.weight", (4, 2), "float32")
     shard = shard_of(spec.name, Region.whole((4, 2)))
-    with pytest.raises(DeclarationError, match="rank 1 gives elements .* twice"):
+    with pytest.raises(DeclarationError, match=r"rank 1 gives elements .* twice"):
         merge([Manifest(1, Side.INFERENCE, (spec,), (shard, shard))])
 
 
