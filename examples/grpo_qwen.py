@@ -54,15 +54,12 @@ def _run(checkpoint: Path, config: dict[str, Any], console: Console) -> int:
     """Build the model, start everyone, train with each backend, compare."""
     start_s = time.perf_counter()
     num_parameters = write_checkpoint(checkpoint, config["model"], config["seed"])
-    engine_environment = CpuEnvironment(
-        kv_cache_gib=config["generation"]["kv_cache_gib"], python_path=(EXAMPLES, EXAMPLES / "cpu_engine")
-    )
     ray.init(
         num_cpus=config["cluster"]["num_cpus"],
         include_dashboard=False,
-        runtime_env=engine_environment.runtime_env(),
+        runtime_env={"env_vars": _worker_environment(config)},
         log_to_driver=config["cluster"]["show_worker_output"],
-        logging_level="warning",
+        logging_level="error",
     )
     try:
         sizes, policy = config["generation"]["engines"], config["policy"]
@@ -76,13 +73,18 @@ def _run(checkpoint: Path, config: dict[str, Any], console: Console) -> int:
         folders = _train_each(cast, config, console)
     finally:
         ray.shutdown()
-    compare_runs(
-        folders,
-        folders[0] / "refit_timings.png" if len(folders) == 1 else folders[0].parent / "refit_timings.png",
-        console,
-    )
+    together = folders[0] if len(folders) == 1 else folders[0].parent
+    compare_runs(folders, together / "refit_timings.png", console)
     console.print(f"total {time.perf_counter() - start_s:.0f} s")
     return 0
+
+
+def _worker_environment(config: dict[str, Any]) -> dict[str, str]:
+    """What actors find in their environment: vLLM's CPU settings, this folder and the CPU engine plugin to import."""
+    settings = CpuEnvironment(
+        kv_cache_gib=config["generation"]["kv_cache_gib"], python_path=(EXAMPLES, EXAMPLES / "cpu_engine")
+    )
+    return settings.variables() | {"CPU_ENGINE_LIVE_WEIGHTS": str(int(config["generation"]["live_weights"]))}
 
 
 def _train_each(cast: Cast, config: dict[str, Any], console: Console) -> list[Path]:
@@ -94,32 +96,29 @@ def _train_each(cast: Cast, config: dict[str, Any], console: Console) -> list[Pa
         path = RunFolder.choose(config["logger"]["run_dir"], str(backend), len(backends))
         resolved = {**config, "refit": {**config["refit"], "backend": str(backend)}}
         with RunFolder(path, resolved) as folder, _progress(console) as progress:
-            task = progress.add_task(str(backend), total=config["grpo"]["num_steps"], now="planning the refit")
-            folder.plan(controller.plan_summary(backend))
+            console.print(f"\n[bold]{backend}[/bold] into {path}")
+            task = progress.add_task("", total=config["grpo"]["num_steps"], now="planning the refit")
+            folder.plan(controller.plan(backend).summary)
 
             def show(metrics: Metrics, progress: Progress = progress, task: Any = task) -> None:
                 progress.update(task, advance=1, now=_line(metrics))
 
             train(cast, controller, config, backend, folder, show)
         folders.append(path)
-        console.print(f"[bold]{backend}[/bold]: {path}")
     controller.close()
     return folders
 
 
 def _progress(console: Console) -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description:>16}"), BarColumn(bar_width=24), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), TextColumn("{task.fields[now]}"), console=console)
+    columns = (SpinnerColumn(), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TextColumn("{task.fields[now]}"), console=console)
 
 
 def _line(metrics: Metrics) -> str:
     """What the progress bar says about the last step."""
     refit_s = metrics["refit/seconds"]
     refit = "left out" if refit_s is None else f"{refit_s:.2f} s"
-    return (
-        f"reward {metrics['reward/mean']:.3f}  refit {refit}  log-prob gap {metrics['logprob_gap/mean_abs']:.1e}  "
-        f"step {metrics['time_s']:.1f} s"
-    )
+    return f"reward {metrics['reward/mean']:.2f}  refit {refit}  gap {metrics['logprob_gap/mean_abs']:.0e}"
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ class TrainerActor(ReshardTrainer):
     def join(self, rank: int, address: tuple[str, int], checkpoint: str, section: Mapping[str, Any]) -> None:
         """Become trainer `rank`: cut the checkpoint's weights with the others."""
         store = self._store if rank == 0 else dist.TCPStore(*address, is_master=False)
-        self.rank = rank
         self.trainer = PolicyTrainer(rank, store, Path(checkpoint), section)
 
     def restart(self) -> None:
@@ -44,9 +43,9 @@ class TrainerActor(ReshardTrainer):
         """One GRPO step."""
         return self.trainer.train_step(samples, seed)
 
-    def reshard_source(self) -> DTensorSource:
-        """The live parameters; this trainer's rank is its rank in the refit world too."""
-        return DTensorSource.from_model(self.trainer.model, self.rank)
+    def reshard_source(self, rank: int) -> DTensorSource:
+        """The live parameters; trainers come first in the refit world, so they have the same rank there."""
+        return DTensorSource.from_model(self.trainer.model, rank)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 from grpo.tokenizer import BEGIN, END, PAD, VOCABULARY
 
@@ -18,6 +19,7 @@ def write_checkpoint(folder: Path, section: Mapping[str, Any], seed: int) -> int
     The embeddings are not tied to the head: a head that starts as the embedding prefers to repeat its input byte,
     which is a poor start for exploration.
     """
+    logging.disable_progress_bar()
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(

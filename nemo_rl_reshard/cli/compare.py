@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_rl_reshard.cli.compare_plot import draw
-from nemo_rl_reshard.cli.quantities import bytes_text, seconds_text
+from nemo_rl_reshard.cli.quantities import bytes_text
 from nemo_rl_reshard.cli.run_records import PHASES, read_runs
 
 
@@ -24,34 +24,43 @@ def compare_runs(paths: Sequence[Path], plot: Path, console: Console) -> list[di
     first_s = summaries[0]["refit_seconds"]["median"]
     for summary in summaries:
         summary["ratio_to_first"] = summary["refit_seconds"]["median"] / first_s if first_s else None
-    console.print(_table(summaries))
+    console.print(_refits(summaries))
+    console.print(_phases(summaries))
     draw(records, plot)
     console.print(f"plot: {plot}", soft_wrap=True)
     return summaries
 
 
-def _table(summaries: Sequence[dict[str, Any]]) -> Table:
-    """Figures as rows and runs as columns would fit a narrow terminal better; people compare rows."""
-    shown = [phase for phase in PHASES if any(summary["phases"][phase] > 0 for summary in summaries)]
+def _refits(summaries: Sequence[dict[str, Any]]) -> Table:
+    """One row per run; narrow enough for 80 columns."""
     table = Table(title="refits", title_justify="left", header_style="bold")
     table.add_column("run", overflow="fold")
-    table.add_column("refit, median\n(min - max)", justify="right")
-    table.add_column("ratio", justify="right")
-    table.add_column("phases, median", justify="left")
-    table.add_column("bytes received\n(sum, worst rank)", justify="right")
-    table.add_column("reward\nfirst -> last 5", justify="right")
-    table.add_column("log-prob gap\n(stale step)", justify="right")
+    table.add_column("seconds, median\nmin - max", justify="right", no_wrap=True)
+    table.add_column("ratio", justify="right", no_wrap=True)
+    table.add_column("bytes sum\nworst rank", justify="right", no_wrap=True)
+    table.add_column("reward\nfirst -> last", justify="right", no_wrap=True)
+    table.add_column("log-prob gap\nstale step", justify="right", no_wrap=True)
     for summary in summaries:
-        seconds, ratio = summary["refit_seconds"], summary["ratio_to_first"]
-        stale = "" if summary["stale_gap"] is None else f"\n({summary['stale_gap']:.1e})"
+        seconds, ratio, reward = summary["refit_seconds"], summary["ratio_to_first"], summary["reward"]
+        stale = "" if summary["stale_gap"] is None else f"\n{summary['stale_gap']:.1e}"
         table.add_row(
-            f"{summary['backend']}\n[dim]{summary['run']}[/dim]",
-            f"[bold]{seconds_text(seconds['median'])}[/bold]\n"
-            f"({seconds_text(seconds['min'])} - {seconds_text(seconds['max'])})",
+            f"{summary['backend']}\n[dim]{Path(summary['run']).name}[/dim]",
+            f"[bold]{seconds['median']:.3f}[/bold]\n{seconds['min']:.3f} - {seconds['max']:.3f}",
             "" if ratio is None else f"{ratio:.2f}x",
-            "\n".join(f"{phase} {seconds_text(summary['phases'][phase])}" for phase in shown),
             f"{bytes_text(summary['bytes_received_sum'])}\n{bytes_text(summary['bytes_received_max'])}",
-            f"{summary['reward']['first']:.3f} -> {summary['reward']['last']:.3f}",
+            f"{reward['first']:.3f} -> {reward['last']:.3f}",
             f"{summary['logprob_gap']['mean']:.1e}{stale}",
         )
+    return table
+
+
+def _phases(summaries: Sequence[dict[str, Any]]) -> Table:
+    """Median seconds of each phase that some run spent time in."""
+    table = Table(title="seconds by phase, median", title_justify="left", header_style="bold")
+    table.add_column("run", overflow="fold")
+    shown = [phase for phase in PHASES if any(summary["phases"][phase] > 0 for summary in summaries)]
+    for phase in shown:
+        table.add_column(phase, justify="right", no_wrap=True)
+    for summary in summaries:
+        table.add_row(summary["backend"], *(f"{summary['phases'][phase]:.3f}" for phase in shown))
     return table
