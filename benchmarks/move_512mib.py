@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_reshard.cli.run_bench import run_bench
+from nemo_rl_reshard.cli.bench_spec import bench_spec
 from nemo_rl_reshard.cli.spec import parse_spec
 
 NUM_TENSORS = 16
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, default=16, help="messages under way per rank and direction")
     parser.add_argument("--json", type=Path, help="write the whole result here")
     asked = parser.parse_args()
-    result = run_bench(parse_spec(move_spec(asked.mib)), repeats=asked.repeats, in_flight=asked.in_flight)
+    result = bench_spec(parse_spec(move_spec(asked.mib)), repeats=asked.repeats, in_flight=asked.in_flight)
     result["command"] = shlex.join(["python", *sys.argv])
     if asked.json:
         asked.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -21,8 +21,8 @@ from nemo_rl_reshard.runtime.world import Join
 
 Regions = Mapping[str, tuple[Region, ...]]
 
-_SHOWN = 20
-"""Differing elements named one by one, per tensor and rank."""
+_NAMED = 1000
+"""Differing elements named one by one, per shard."""
 
 
 @dataclass(frozen=True)
@@ -69,27 +69,32 @@ class LiveRank:
                 for _, values in shards:
                     values.reshape(-1).view(torch.uint8).fill_(0xA5)
 
-    def differences(self, turn: int) -> list[str]:
-        """Every element of the target that is not the trainers', a sentence for each run of them."""
+    def differences(self, turn: int) -> tuple[list[str], int]:
+        """A sentence for every element of the target that is not the trainers', and their number.
+
+        Of one shard, the first thousand are named.
+        """
         found: list[str] = []
+        count = 0
         if self.target is None:
-            return found
-        source_specs = {spec.name: (number, spec) for number, spec in enumerate(self.made_of.source_specs)}
+            return found, count
+        numbered = {spec.name: (number, spec) for number, spec in enumerate(self.made_of.source_specs)}
         for spec in self.made_of.target_specs:
-            number, held = source_specs[spec.name]
+            number, held = numbered[spec.name]
             for region, values in self.target.shards.get(spec.name, ()):
                 code = position_code(number, held.shape, region, held.dtype, turn)
                 wanted = code.to(getattr(torch, spec.dtype))
                 # Bytes, so that no two values count as equal that are not the same bits.
                 differs = _bytes(values).ne(_bytes(wanted)).any(dim=-1).reshape(region.extent)
-                places = differs.nonzero().tolist()
-                for place in places[:_SHOWN]:
+                places = differs.nonzero()
+                count += len(places)
+                for place in places[:_NAMED].tolist():
                     at = tuple(start + step for start, step in zip(region.offset, place, strict=True))
                     has, wants = values[tuple(place)].item(), wanted[tuple(place)].item()
                     found.append(f"{spec.name}: rank {self.made_of.label} has {has} at {at}, the trainers hold {wants}")
-                if len(places) > _SHOWN:
-                    found.append(f"{spec.name}: rank {self.made_of.label}: {len(places) - _SHOWN} more elements differ")
-        return found
+                if len(places) > _NAMED:
+                    found.append(f"{spec.name}: rank {self.made_of.label}: {len(places) - _NAMED} more elements differ")
+        return found, count
 
 
 def explicit_ranks(

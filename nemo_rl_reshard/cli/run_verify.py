@@ -1,111 +1,27 @@
-"""The engine of `verify`: run a spec's plan for real and compare every target element with what the trainers hold."""
+"""`verify`: run a spec's plan for real on this machine and say whether every target element is right."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from pathlib import Path
 
-from nemo_rl_reshard.cli.explicit_rank import ExplicitRank, LiveRank, explicit_ranks, raise_first
-from nemo_rl_reshard.cli.rank_processes import run_ranks
-from nemo_rl_reshard.cli.spec import RefitSpec
-from nemo_rl_reshard.plan.planner import make_plan
-from nemo_rl_reshard.runtime.one_process import LoopbackMeeting, together
-from nemo_rl_reshard.runtime.order import VerifyMode
-from nemo_rl_reshard.runtime.world import join_processes
+from rich.console import Console
 
-TURNS = (1, 2)
-"""Refits, each with values of its own: the second shows what the first left behind."""
-
-_REFIT_S = 120.0
+from nemo_rl_reshard.cli.spec import read_spec
+from nemo_rl_reshard.cli.stable_json import write_json
+from nemo_rl_reshard.cli.verify_spec import verify_spec
 
 
-@dataclass(frozen=True)
-class VerifyResult:
-    """`differences` has a sentence for every target element that is not the trainers', of all refits."""
-
-    digest: str
-    num_ranks: int
-    num_refits: int
-    num_elements: int
-    num_digests: int
-    processes: bool
-    differences: tuple[str, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every element of every refit was right."""
-        return not self.differences
-
-    def to_plain(self) -> dict[str, Any]:
-        """JSON types only."""
-        return {
-            "passed": self.passed,
-            "digest": self.digest,
-            "ranks": self.num_ranks,
-            "refits": self.num_refits,
-            "elements_compared": self.num_elements,
-            "digests_compared": self.num_digests,
-            "processes": self.processes,
-            "differences": list(self.differences),
-        }
-
-
-def run_verify(spec: RefitSpec, *, processes: bool = False, timeout_s: float = 600.0) -> VerifyResult:
-    """Plan `spec` and run it twice, in threads of this process or in a process per rank over gloo.
-
-    Raises PlanError where no plan exists, and what a rank raised if a refit failed as a whole.
-    """
-    plan = make_plan(spec.source, spec.target, spec.routes, spec.topology, spec.options)
-    ranks = explicit_ranks(spec.source, spec.target, plan)
-    if processes:
-        results = run_ranks(verify_rank, ranks, num_trainers=len(spec.source.ranks), timeout_s=timeout_s)
+def run_verify(spec_file: Path, json_file: Path | None, console: Console, *, processes: bool) -> bool:
+    """Print `PASS` or every difference; True if it passed. Raises ConfigError or PlanError before anything runs."""
+    result = verify_spec(read_spec(spec_file), processes=processes)
+    if json_file is not None:
+        write_json(json_file, result.to_plain())
+    for difference in result.differences:
+        console.print(difference, markup=False, highlight=False, soft_wrap=True)
+    place = "a process per rank over gloo" if processes else "one process"
+    compared = f"{result.num_refits} refits of {result.num_ranks} ranks in {place}, {result.num_elements} elements"
+    if result.passed:
+        console.print(f"[bold green]PASS[/bold green] {compared}")
     else:
-        results = _in_one_process(ranks, timeout_s)
-    found = [difference for differences, _ in results for difference in differences]
-    elements = sum(region.numel for rank in ranks for held in (rank.needs or {}).values() for region in held)
-    return VerifyResult(
-        digest=plan.digest,
-        num_ranks=len(ranks),
-        num_refits=len(TURNS),
-        num_elements=elements * len(TURNS),
-        num_digests=sum(digests for _, digests in results),
-        processes=processes,
-        differences=tuple(found),
-    )
-
-
-def verify_rank(rank: ExplicitRank, world: dict[str, Any]) -> tuple[list[str], int]:
-    """One rank's process: (differences, digests compared) of all refits."""
-    live = LiveRank(rank, join_processes)
-    live.session.connect(world)
-    live.session.adopt(rank.assignment.to_plain())
-    try:
-        outcomes = [_refit(live, turn) for turn in TURNS]
-    finally:
-        live.session.close()
-    return [difference for differences, _ in outcomes for difference in differences], sum(d for _, d in outcomes)
-
-
-def _in_one_process(ranks: tuple[ExplicitRank, ...], timeout_s: float) -> list[tuple[list[str], int]]:
-    meeting = LoopbackMeeting()
-    live = {rank.rank: LiveRank(rank, meeting.join) for rank in ranks}
-    worlds = meeting.worlds(ranks[0].num_trainers, len(ranks))
-    for rank, each in live.items():
-        each.session.connect(worlds[rank])
-        each.session.adopt(each.made_of.assignment.to_plain())
-    found: list[tuple[list[str], int]] = []
-    for turn in TURNS:
-        results = together({rank: partial(_refit, each, turn) for rank, each in live.items()}, timeout_s)
-        raise_first(results)
-        found += [result for result in results.values() if not isinstance(result, BaseException)]
-    for each in live.values():
-        each.session.close()
-    return found
-
-
-def _refit(live: LiveRank, turn: int) -> tuple[list[str], int]:
-    live.fill(turn)
-    order = {"version": turn, "verify": str(VerifyMode.FULL), "deadline_s": _REFIT_S, "seed": turn}
-    report = live.session.refit(order)
-    return live.differences(turn), int(report["num_verified"])
+        console.print(f"[bold red]FAIL[/bold red] {compared}, {result.num_differences} differ")
+    return result.passed

@@ -1,0 +1,126 @@
+"""Whole refits in one process: catalogs from layouts, a thread per rank, gather-then-slice as the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from nemo_rl_reshard.cli.explicit_rank import ExplicitRank, LiveRank, explicit_ranks, raise_first
+from nemo_rl_reshard.layout import Mesh, TensorLayout, parse_placement
+from nemo_rl_reshard.params.catalog import Catalog
+from nemo_rl_reshard.params.manifest import Side
+from nemo_rl_reshard.params.routing import RoutePolicy, decide_routes
+from nemo_rl_reshard.params.spec import TensorSpec
+from nemo_rl_reshard.plan.plan import PlanOptions
+from nemo_rl_reshard.plan.planner import make_plan
+from nemo_rl_reshard.runtime.assignment import DEFAULT_IN_FLIGHT
+from nemo_rl_reshard.runtime.leftover_plan import Gather
+from nemo_rl_reshard.runtime.one_process import LoopbackMeeting, together
+from nemo_rl_reshard.topology import Topology
+
+Declared = Sequence[tuple[str, TensorLayout, str]]
+"""Name, layout and dtype of each tensor, in model order."""
+
+
+def mesh_layout(shape: tuple[int, ...], mesh: tuple[int, ...], ranks: Sequence[int], *placements: str) -> TensorLayout:
+    """The layout of a tensor on a row-major mesh of `ranks`."""
+    axes = tuple(f"axis{index}" for index in range(len(mesh)))
+    return TensorLayout.from_mesh(
+        shape, Mesh(axes, mesh, tuple(ranks)), tuple(parse_placement(text) for text in placements)
+    )
+
+
+def catalog(side: Side, declared: Declared, ranks: Sequence[int]) -> Catalog:
+    """One side's catalog; `ranks` may include some that hold nothing."""
+    return Catalog(
+        side=side,
+        specs={name: TensorSpec(name, layout.shape, dtype) for name, layout, dtype in declared},
+        layouts={name: layout for name, layout, _ in declared},
+        indirect={},
+        ranks=tuple(ranks),
+    )
+
+
+def planned_ranks(
+    source: Declared,
+    target: Declared,
+    *,
+    num_trainers: int,
+    num_targets: int,
+    policy: RoutePolicy = RoutePolicy.ALL,
+    domains: tuple[tuple[int, ...], ...] = (),
+    options: PlanOptions | None = None,
+    in_flight: int = DEFAULT_IN_FLIGHT,
+    gather: Gather = Gather.EVERYWHERE,
+) -> tuple[ExplicitRank, ...]:
+    """Every rank of a planned refit: trainers 0 .. num_trainers - 1, then the target's ranks."""
+    size = num_trainers + num_targets
+    held = catalog(Side.TRAINER, source, range(num_trainers))
+    needed = catalog(Side.INFERENCE, target, range(num_trainers, size))
+    routes = decide_routes(held, needed, policy)
+    plan = make_plan(held, needed, routes, Topology(domains=domains), options or PlanOptions())
+    return explicit_ranks(held, needed, plan, in_flight=in_flight, gather=gather)
+
+
+class ThreadWorld:
+    """A refit world in this process. `live[rank]` is each rank; `refit` runs one refit on all of them."""
+
+    def __init__(self, ranks: Sequence[ExplicitRank], timeout_s: float = 30.0) -> None:
+        self.meeting = LoopbackMeeting()
+        self.timeout_s = timeout_s
+        self.generation = 0
+        self.live = {rank.rank: LiveRank(rank, self.meeting.join) for rank in ranks}
+        self.rebuild()
+
+    @property
+    def sessions(self) -> dict[int, Any]:
+        return {rank: each.session for rank, each in self.live.items()}
+
+    def rebuild(self) -> None:
+        """Join a new generation, on every rank."""
+        self.generation += 1
+        worlds = self.meeting.worlds(
+            next(iter(self.live.values())).made_of.num_trainers, len(self.live), self.generation
+        )
+        for rank, each in self.live.items():
+            each.session.connect(worlds[rank])
+            each.session.adopt(each.made_of.assignment.to_plain())
+
+    def outcomes(self, version: int, **order: Any) -> dict[int, Any]:
+        """One refit: each rank's report, or what it raised."""
+        asked = {"version": version, "verify": "full", "deadline_s": 10.0, "seed": version, **order}
+        calls = {rank: partial(session.refit, asked) for rank, session in self.sessions.items()}
+        return together(calls, self.timeout_s)
+
+    def refit(self, version: int, **order: Any) -> dict[int, dict[str, Any]]:
+        """Fill the trainers with values of `version`, refit, and compare with gather-then-slice."""
+        for each in self.live.values():
+            each.fill(version)
+        reports = self.outcomes(version, **order)
+        raise_first(reports)
+        assert_gather_then_slice(self.live)
+        return reports
+
+
+def assert_gather_then_slice(live: Mapping[int, LiveRank]) -> None:
+    """Every target shard equals its slice of the tensor gathered from the trainers, cast to the target's dtype."""
+    wholes: dict[str, torch.Tensor] = {}
+    for each in live.values():
+        if each.source is None:
+            continue
+        shapes = {spec.name: (spec.shape, getattr(torch, spec.dtype)) for spec in each.made_of.source_specs}
+        for name, shards in each.source.shards.items():
+            shape, dtype = shapes[name]
+            whole = wholes.setdefault(name, torch.zeros(shape, dtype=dtype))
+            for region, values in shards:
+                whole[region.slices] = values
+    for rank, each in live.items():
+        if each.target is None:
+            continue
+        for name, shards in each.target.shards.items():
+            for region, values in shards:
+                wanted = wholes[name][region.slices].to(values.dtype)
+                assert torch.equal(values, wanted), f"rank {rank}, {name}, {region}"
