@@ -102,8 +102,8 @@ class RefitController:
             [member for member in members if member.side is Side.TRAINER],
             [member for member in members if member.side is Side.INFERENCE],
         )
-        self._lost -= replaced
         self._tear_down(failure=None)
+        self._lost -= replaced
         self._seating = seating
 
     def _ensure_world(self) -> None:

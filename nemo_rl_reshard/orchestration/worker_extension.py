@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_rl_reshard.orchestration.rank_operations import perform
 from nemo_rl_reshard.params.manifest import Side
-from nemo_rl_reshard.targets.vllm_target import VllmTarget
+from nemo_rl_reshard.targets.worker_extension import target_of_worker
 
 WORKER_EXTENSION = f"{__name__}.ReshardWorkerExtension"
 
@@ -33,4 +33,4 @@ class ReshardWorkerExtension:
 
 def perform_on_worker(worker: Any, operation: str, arguments: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """`ReshardWorkerExtension.reshard_perform` as a function of the worker, for engines that take callables."""
-    return perform(worker, Side.INFERENCE, lambda _: VllmTarget(worker), operation, arguments[int(worker.rank)])
+    return perform(worker, Side.INFERENCE, lambda _: target_of_worker(worker), operation, arguments[int(worker.rank)])
