@@ -14,6 +14,11 @@ _SLICE_S = 10.0
 thread over there may cost."""
 
 
+def abort_key(generation: int) -> str:
+    """The key that holds the reason once a rank, or the driver, has called `generation` off."""
+    return f"refit/{generation}/abort"
+
+
 class AbortWatcher:
     """Waits for `key` on a connection of its own and calls back once, from its own thread."""
 

@@ -19,7 +19,7 @@ from nemo_rl_reshard.errors import (
     TransportError,
     TransportTimeoutError,
 )
-from nemo_rl_reshard.transport.abort_watcher import AbortWatcher
+from nemo_rl_reshard.transport.abort_watcher import AbortWatcher, abort_key
 from nemo_rl_reshard.transport.backends import MAX_TAG, make_backend
 from nemo_rl_reshard.transport.buffers import check_buffer, check_gather, check_members, check_peer
 from nemo_rl_reshard.transport.deadline import Deadline
@@ -80,7 +80,7 @@ class ProcessGroupTransport:
         self._store = store
         self._timeout_s = timeout_s
         self._namespace = f"refit/{generation}"
-        self._abort_key = f"{self._namespace}/abort"
+        self._abort_key = abort_key(generation)
         self._lock = threading.Lock()
         self._first_cause: ReshardError | None = None
         self._closed = False

@@ -126,6 +126,8 @@ class RendezvousServer:
 class RendezvousStore(Store):
     """One rank's access to the rendezvous. Safe from any number of threads: each request has a connection of its own.
 
+    Keep a reference while anything of torch is built on it: torch itself holds only the native half.
+
     `stop_key`, once set, ends every wait as soon as some rank writes that key: they raise RefitAbortedError with the
     key's value as the reason.
     """
