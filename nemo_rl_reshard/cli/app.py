@@ -10,13 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from nemo_rl_reshard.errors import (
-    ConfigError,
-    DeclarationError,
-    LayoutError,
-    PlanError,
-    ReshardError,
-)
+from nemo_rl_reshard.cli.requirements import EnvironmentLacksError, require
+from nemo_rl_reshard.errors import ConfigError, DeclarationError, LayoutError, PlanError, ReshardError
 
 app = typer.Typer(
     name="nemo-rl-reshard",
@@ -34,10 +29,6 @@ class Exit(IntEnum):
     CHECK_FAILED = 1
     BAD_INPUT = 2
     ENVIRONMENT_LACKS = 3
-
-
-class EnvironmentLacksError(ReshardError):
-    """Something that the command needs is not installed here; the message says what, and how to get it."""
 
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A refit spec, YAML or JSON.")]
@@ -63,6 +54,7 @@ def verify(
     json: JsonFile = None,
 ) -> None:
     """Run the plan for real on this machine, twice, with values that tell every element from every other."""
+    require("torch", "gloo")
     from nemo_rl_reshard.cli.run_verify import run_verify
 
     if not run_verify(spec, json, Console(), processes=processes):
@@ -72,6 +64,7 @@ def verify(
 @app.command()
 def bench(spec: SpecFile, json: JsonFile = None) -> None:
     """Time reshard, gather-and-broadcast and the line rate of the same transport, in one run of real processes."""
+    require("torch", "gloo")
     from nemo_rl_reshard.cli.run_bench import run_bench
 
     run_bench(spec, json, Console())
@@ -81,12 +74,13 @@ def bench(spec: SpecFile, json: JsonFile = None) -> None:
 def trace(
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A checkpoint folder that vLLM can load.")],
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size of the engine.")] = 1,
+    expert_parallel: Annotated[bool, typer.Option("--expert-parallel", help="Whole experts per rank.")] = False,
     json: JsonFile = None,
 ) -> None:
     """Start a real engine and print where its own loader puts each checkpoint tensor."""
     from nemo_rl_reshard.cli.run_trace import run_trace
 
-    run_trace(model_dir, tp, json, Console())
+    run_trace(model_dir, tp, json, Console(), expert_parallel=expert_parallel)
 
 
 @app.command()
@@ -98,6 +92,7 @@ def compare(
     json: JsonFile = None,
 ) -> None:
     """Compare the refits of training runs: one row per run, and a picture of their timings."""
+    require("matplotlib")
     from nemo_rl_reshard.cli.compare import compare_runs
     from nemo_rl_reshard.cli.stable_json import write_json
 
@@ -108,7 +103,7 @@ def compare(
 
 @app.command()
 def doctor(
-    require: Annotated[
+    required: Annotated[
         list[str] | None, typer.Option("--require", metavar="NAME", help="Exit with 3 if this is missing; repeatable.")
     ] = None,
     json: JsonFile = None,
@@ -116,7 +111,7 @@ def doctor(
     """Say what this environment can do, what is missing, and how to get it."""
     from nemo_rl_reshard.cli.doctor import run_doctor
 
-    run_doctor(require or [], json, Console())
+    run_doctor(required or [], json, Console())
 
 
 def main() -> None:

