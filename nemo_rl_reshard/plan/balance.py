@@ -35,14 +35,14 @@ class Choice:
     num_tensors: int
 
     @property
-    def freedom(self) -> int:
-        """Number of variants worth making: 1 when every demand has one sender and one first receiver."""
+    def num_variants(self) -> int:
+        """1 when every demand has one sender and one first receiver, else as many as help to share evenly."""
         ways = 1
         for demand in self.demands:
             ways = lcm(ways, *((len(demand.near),) if demand.near else (len(demand.holders), len(demand.needers))))
-            if ways >= _MOST_VARIANTS:
+            if ways > _MOST_VARIANTS:
                 return min(_MOST_VARIANTS, self.num_tensors)
-        return min(ways, self.num_tensors)
+        return 1 if ways == 1 else min(_MOST_VARIANTS // ways * ways, self.num_tensors)
 
 
 def share(demands: Sequence[Demand], item_size: int, num_tensors: int, bucket_bytes: int) -> tuple[Demand, ...]:
@@ -94,12 +94,12 @@ def assign(choices: Sequence[Choice]) -> list[tuple[tuple[Move, ...], ...]]:
     """
     loads = Loads()
     result: list[tuple[tuple[Move, ...], ...]] = [()] * len(choices)
-    order = sorted(range(len(choices)), key=lambda index: (choices[index].freedom, index))
+    order = sorted(range(len(choices)), key=lambda index: (choices[index].num_variants > 1, index))
     for index in order:
         choice = choices[index]
-        ways = choice.freedom
-        base, extra = divmod(choice.num_tensors, ways)
-        result[index] = tuple(_choose(choice, base + (way < extra), loads) for way in range(ways))
+        count = choice.num_variants
+        base, extra = divmod(choice.num_tensors, count)
+        result[index] = tuple(_choose(choice, base + (way < extra), loads) for way in range(count))
     return result
 
 

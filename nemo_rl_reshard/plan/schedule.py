@@ -14,7 +14,8 @@ Flow = tuple[Sequence[int], Sequence[Move]]  # bytes per piece, moves
 
 
 class Schedule:
-    """Places tensors one after the other. Steps never go back, so every rank finishes tensors in model order.
+    """Places tensors one after the other. Steps never go back, so every rank finishes tensors in model order, except
+    that one it gets by a forward may end one step after tensors that follow it.
 
     Pass a variant's flow to `prepare` once, then `place` each tensor that uses it. Local copies cost no bucket.
     """
