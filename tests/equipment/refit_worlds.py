@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,13 @@ from nemo_rl_reshard.plan.planner import make_plan
 from nemo_rl_reshard.runtime.assignment import DEFAULT_IN_FLIGHT
 from nemo_rl_reshard.runtime.leftover_plan import Gather
 from nemo_rl_reshard.runtime.one_process import LoopbackMeeting, together
+from nemo_rl_reshard.runtime.session import RankSession, SessionState
+from nemo_rl_reshard.runtime.world import Seat, World, join_processes
 from nemo_rl_reshard.topology import Topology
+from nemo_rl_reshard.transport.protocol import Transport
+from nemo_rl_reshard.transport.rendezvous import RendezvousServer
+
+HOST = "127.0.0.1"
 
 Declared = Sequence[tuple[str, TensorLayout, str]]
 """Name, layout and dtype of each tensor, in model order."""
@@ -66,28 +73,53 @@ def planned_ranks(
 
 
 class ThreadWorld:
-    """A refit world in this process. `live[rank]` is each rank; `refit` runs one refit on all of them."""
+    """A refit world whose ranks are threads of this process, over loopback or over real gloo and a real rendezvous.
 
-    def __init__(self, ranks: Sequence[ExplicitRank], timeout_s: float = 30.0) -> None:
-        self.meeting = LoopbackMeeting()
+    `live[rank]` is each rank. `wrap` maps a rank to what its transport is wrapped in when it next joins.
+    """
+
+    def __init__(self, ranks: Sequence[ExplicitRank], *, over: str = "loopback", timeout_s: float = 30.0) -> None:
+        self.over = over
         self.timeout_s = timeout_s
         self.generation = 0
-        self.live = {rank.rank: LiveRank(rank, self.meeting.join) for rank in ranks}
+        self.wrap: dict[int, Callable[[Transport], Transport]] = {}
+        self._meeting = LoopbackMeeting()
+        self._token = secrets.token_bytes(32)
+        self._server = RendezvousServer(HOST, self._token) if over == "gloo" else None
+        self.live = {rank.rank: LiveRank(rank, self._join) for rank in ranks}
         self.rebuild()
 
+    def __enter__(self) -> ThreadWorld:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for session in self.sessions.values():
+            session.close()
+        if self._server is not None:
+            self._server.close()
+
     @property
-    def sessions(self) -> dict[int, Any]:
+    def sessions(self) -> dict[int, RankSession]:
         return {rank: each.session for rank, each in self.live.items()}
+
+    def plain_worlds(self) -> dict[int, dict[str, Any]]:
+        """What the ranks of the next generation are told."""
+        self.generation += 1
+        num_trainers = next(iter(self.live.values())).made_of.num_trainers
+        worlds = self._meeting.worlds(num_trainers, len(self.live), self.generation)
+        if self._server is not None:
+            host, port = self._server.address
+            told = {"address": f"{host}:{port}", "token_hex": self._token.hex(), "host": HOST, "deadline_s": 10.0}
+            worlds = {rank: {**world, **told} for rank, world in worlds.items()}
+        return worlds
 
     def rebuild(self) -> None:
         """Join a new generation, on every rank."""
-        self.generation += 1
-        worlds = self.meeting.worlds(
-            next(iter(self.live.values())).made_of.num_trainers, len(self.live), self.generation
-        )
+        worlds = self.plain_worlds()
+        raise_first(together({rank: partial(s.connect, worlds[rank]) for rank, s in self.sessions.items()}, 30.0))
         for rank, each in self.live.items():
-            each.session.connect(worlds[rank])
             each.session.adopt(each.made_of.assignment.to_plain())
+            assert each.session.state is SessionState.READY, rank
 
     def outcomes(self, version: int, **order: Any) -> dict[int, Any]:
         """One refit: each rank's report, or what it raised."""
@@ -102,7 +134,13 @@ class ThreadWorld:
         reports = self.outcomes(version, **order)
         raise_first(reports)
         assert_gather_then_slice(self.live)
+        assert {session.version for session in self.sessions.values()} == {version}
         return reports
+
+    def _join(self, world: World) -> Seat:
+        seat = (self._meeting.join if self._server is None else join_processes)(world)
+        wrap = self.wrap.pop(world.rank, None)
+        return seat if wrap is None else Seat(wrap(seat.transport), seat.store)
 
 
 def assert_gather_then_slice(live: Mapping[int, LiveRank]) -> None:
