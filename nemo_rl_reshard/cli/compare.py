@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -33,12 +34,12 @@ def compare_runs(paths: Sequence[Path], plot: Path, console: Console) -> list[di
 
 def _refits(summaries: Sequence[dict[str, Any]]) -> Table:
     """One row per run; narrow enough for 80 columns."""
-    table = Table(title="refits", title_justify="left", header_style="bold")
+    table = Table(title="refits", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
     table.add_column("run", overflow="fold")
     table.add_column("seconds, median\nmin - max", justify="right", no_wrap=True)
     table.add_column("ratio", justify="right", no_wrap=True)
     table.add_column("bytes sum\nworst rank", justify="right", no_wrap=True)
-    table.add_column("reward\nfirst -> last", justify="right", no_wrap=True)
+    table.add_column("reward\nat end", justify="right", no_wrap=True)
     table.add_column("log-prob gap\nstale step", justify="right", no_wrap=True)
     for summary in summaries:
         seconds, ratio, reward = summary["refit_seconds"], summary["ratio_to_first"], summary["reward"]
@@ -48,7 +49,7 @@ def _refits(summaries: Sequence[dict[str, Any]]) -> Table:
             f"[bold]{seconds['median']:.3f}[/bold]\n{seconds['min']:.3f} - {seconds['max']:.3f}",
             "" if ratio is None else f"{ratio:.2f}x",
             f"{bytes_text(summary['bytes_received_sum'])}\n{bytes_text(summary['bytes_received_max'])}",
-            f"{reward['first']:.3f} -> {reward['last']:.3f}",
+            f"{reward['first']:.3f}\n{reward['last']:.3f}",
             f"{summary['logprob_gap']['mean']:.1e}{stale}",
         )
     return table
@@ -56,7 +57,7 @@ def _refits(summaries: Sequence[dict[str, Any]]) -> Table:
 
 def _phases(summaries: Sequence[dict[str, Any]]) -> Table:
     """Median seconds of each phase that some run spent time in."""
-    table = Table(title="seconds by phase, median", title_justify="left", header_style="bold")
+    table = Table(title="seconds by phase, median", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
     table.add_column("run", overflow="fold")
     shown = [phase for phase in PHASES if any(summary["phases"][phase] > 0 for summary in summaries)]
     for phase in shown:
