@@ -36,11 +36,11 @@ def _refits(summaries: Sequence[dict[str, Any]]) -> Table:
     """One row per run; narrow enough for 80 columns."""
     table = Table(title="refits", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
     table.add_column("run", overflow="fold")
-    table.add_column("seconds, median\nmin - max", justify="right", no_wrap=True)
+    table.add_column("median s\nmin - max", justify="right", no_wrap=True)
     table.add_column("ratio", justify="right", no_wrap=True)
     table.add_column("bytes sum\nworst rank", justify="right", no_wrap=True)
     table.add_column("reward\nat end", justify="right", no_wrap=True)
-    table.add_column("log-prob gap\nstale step", justify="right", no_wrap=True)
+    table.add_column("log-prob\ngap, stale", justify="right", no_wrap=True)
     for summary in summaries:
         seconds, ratio, reward = summary["refit_seconds"], summary["ratio_to_first"], summary["reward"]
         stale = "" if summary["stale_gap"] is None else f"\n{summary['stale_gap']:.1e}"
