@@ -102,6 +102,8 @@ def _train_each(cast: Cast, config: dict[str, Any], console: Console) -> list[Pa
 
             def show(metrics: Metrics, progress: Progress = progress, task: Any = task) -> None:
                 progress.update(task, advance=1, now=_line(metrics))
+                if not console.is_terminal:
+                    console.print(f"  step {metrics['step']:3d}  {metrics['time_s']:5.1f} s  {_line(metrics)}")
 
             train(cast, controller, config, backend, folder, show)
         folders.append(path)
@@ -111,7 +113,7 @@ def _train_each(cast: Cast, config: dict[str, Any], console: Console) -> list[Pa
 
 def _progress(console: Console) -> Progress:
     columns = (SpinnerColumn(), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TextColumn("{task.fields[now]}"), console=console)
+    return Progress(*columns, TextColumn("{task.fields[now]}"), console=console, disable=not console.is_terminal)
 
 
 def _line(metrics: Metrics) -> str:

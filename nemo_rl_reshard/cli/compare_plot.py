@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +28,8 @@ PHASE_COLOURS = {
     "verify": "#CC79A7",
 }
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+SLIVER = 0.005
+"""Phases below this share of the longest refit would be invisible, and are left out of picture and legend."""
 INK, FAINT = "#222222", "#d9d9d9"
 STYLE: Any = {
     "font.size": 10,
@@ -68,21 +71,34 @@ def _draw_steps(axes: Axes, records: Sequence[RunRecord], labels: Sequence[str])
     top = 0.0
     for index, (record, label) in enumerate(zip(records, labels, strict=True)):
         colour = RUN_COLOURS[index % len(RUN_COLOURS)]
-        steps = [int(step["step"]) for step in record.refits]
         seconds = record.series("refit/seconds")
         top = max(top, *seconds)
         middle = median(seconds)
         axes.axhline(middle, color=colour, linewidth=1, linestyle=(0, (4, 3)), alpha=0.55, zorder=1)
         name = " ".join(label.split("\n"))
         axes.plot(
-            steps,
-            seconds,
+            [int(step["step"]) for step in record.steps],
+            # A step without a refit breaks the line.
+            [nan if step["refit/seconds"] is None else float(step["refit/seconds"]) for step in record.steps],
             color=colour,
             marker="o",
             markersize=4.5,
             linewidth=1.6,
             label=f"{name}, median {seconds_text(middle)}",
             zorder=2,
+        )
+    for number in sorted({int(step["step"]) for record in records for step in record.stale}):
+        axes.axvspan(number - 0.4, number + 0.4, color=FAINT, alpha=0.6, linewidth=0, zorder=0)
+        axes.annotate(
+            "refit left out",
+            (number, 0),
+            xytext=(0, 8),
+            textcoords="offset points",
+            rotation=90,
+            ha="center",
+            va="bottom",
+            fontsize=8,
+            color="#777777",
         )
     axes.set_title("Seconds per refit")
     axes.set_xlabel("training step")
@@ -96,7 +112,12 @@ def _draw_steps(axes: Axes, records: Sequence[RunRecord], labels: Sequence[str])
 
 
 def _draw_phases(axes: Axes, records: Sequence[RunRecord], labels: Sequence[str]) -> None:
-    shown = [phase for phase in PHASES if any(any(record.series(f"refit/seconds_{phase}")) for record in records)]
+    longest = max(median(record.series("refit/seconds")) for record in records)
+    shown = [
+        phase
+        for phase in PHASES
+        if any(median(record.series(f"refit/seconds_{phase}")) > SLIVER * longest for record in records)
+    ]
     ends = [0.0] * len(records)
     for phase in shown:
         widths = [median(record.series(f"refit/seconds_{phase}")) for record in records]
@@ -104,7 +125,7 @@ def _draw_phases(axes: Axes, records: Sequence[RunRecord], labels: Sequence[str]
             range(len(records)),
             widths,
             left=ends,
-            height=0.55,
+            height=0.5,
             color=PHASE_COLOURS[phase],
             edgecolor="white",
             linewidth=0.8,
