@@ -27,14 +27,15 @@ def position_code(tensor: int, shape: tuple[int, ...], region: Region, dtype: st
         along = (region.offset[dim] + np.arange(region.extent[dim], dtype=np.uint64)) * np.uint64(step)
         places += along.reshape([-1 if other == dim else 1 for other in range(len(shape))])
         step *= shape[dim]
-    bits = _mixed(places + np.uint64((tensor + 1) << 40) + np.uint64(turn << 56))
+    # Flat, since numpy turns a scalar's wrap-around into a warning.
+    bits = _mixed(places.reshape(-1) + np.uint64((tensor + 1) << 40) + np.uint64(turn << 56))
     if dtype == "bool":
-        return torch.from_numpy((bits & np.uint64(1)).astype(np.bool_))
+        return torch.from_numpy((bits & np.uint64(1)).astype(np.bool_)).view(region.extent)
     kind = getattr(torch, dtype)
     if dtype in _FLOAT_BITS:
         bits = _normal(bits, *_FLOAT_BITS[dtype])
     carried = bits.astype(_CARRIER[kind.itemsize])
-    flat = torch.from_numpy(carried.reshape(-1).view(np.uint8).copy())
+    flat = torch.from_numpy(carried.view(np.uint8).copy())
     return flat.view(kind).view(region.extent)
 
 

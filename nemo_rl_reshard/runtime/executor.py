@@ -22,7 +22,7 @@ from nemo_rl_reshard.transport.protocol import Pending, Transport
 from nemo_rl_reshard.transport.staging import StagingSlots, is_plain, pack, unpack, wire_bytes
 
 UNWRITTEN = 0xFF
-"""Fills staging before bytes arrive when a refit is verified: NaN in every float format that travels."""
+"""Fills where bytes will land when a refit is verified: NaN in every float format that travels."""
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ class Executor:
     def _start_receive(self, message: Message, report: RankReport, verification: Verification) -> None:
         with report.timing(Phase.PACK):
             buffer, slot = self._landing(message)
-            if slot is not None and verification.is_on:
+            if verification.is_on:
                 buffer.fill_(UNWRITTEN)
         pending = self._transport.receive(buffer, message.src)
         report.num_messages += 1
