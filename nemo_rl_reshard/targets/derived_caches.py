@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ class DerivedCaches:
             (module, hooks[type(module).__name__]) for _, module in layers.items() if type(module).__name__ in hooks
         ]
 
-    def faults(self, processed: frozenset[str]) -> list[str]:
+    def faults(self, processed: Set[str]) -> list[str]:
         """Layers that keep something derived which nothing would make anew; `processed` layers remake theirs."""
         hooked = {id(module) for module, _ in self._hooked}
         found = []

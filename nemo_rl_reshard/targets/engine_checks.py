@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,24 +50,31 @@ def weights_in_place(model: nn.Module, asleep: bool) -> None:
 
 
 class Placement:
-    """Where an engine keeps its tensors and experts, noted at set-up and compared afterwards.
+    """Where an engine keeps its tensors, their loaders and its experts, noted at set-up and compared afterwards.
 
-    Captured graphs and kernels hold addresses, so a refit must leave them as they were.
+    Captured graphs and kernels hold addresses, and the next refit needs the loaders, so a refit must leave both.
     """
 
     def __init__(self, layers: VllmLayers) -> None:
         self._layers = layers
-        self._tensors = self._addresses()
+        self._tensors = {name: (id(tensor), tensor.data_ptr()) for name, tensor in self._named()}
+        self._loadable = {name for name, tensor in self._named() if hasattr(tensor, "weight_loader")}
         self._maps = {name: tensor.clone() for name, tensor in self._expert_maps().items()}
 
-    def moved(self) -> list[str]:
-        """One sentence for every parameter or buffer that is another object or lies elsewhere than at set-up."""
-        now = self._addresses()
-        return [
+    def changes(self) -> list[str]:
+        """One sentence for every parameter or buffer that moved since set-up, or lost its loader."""
+        now = dict(self._named())
+        moved = [
             f"{name} moved in memory during the refit; captured graphs would read the old place"
-            for name, address in self._tensors.items()
-            if now.get(name) != address
+            for name, place in self._tensors.items()
+            if name not in now or (id(now[name]), now[name].data_ptr()) != place
         ]
+        bare = [
+            f"{name} lost its weight loader during the refit; the next refit could not load it"
+            for name in sorted(self._loadable & now.keys())
+            if not hasattr(now[name], "weight_loader")
+        ]
+        return moved + bare
 
     def check_experts(self) -> None:
         """Raise TargetError if the engine has placed its experts anew since set-up."""
@@ -76,12 +83,11 @@ class Placement:
         faults.extend(name for name, tensor in self._maps.items() if not torch.equal(now[name], tensor))
         faults.raise_if_any()
 
-    def _addresses(self) -> dict[str, tuple[int, int, bool]]:
-        model = self._layers.model
-        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        return {name: (id(tensor), tensor.data_ptr(), hasattr(tensor, "weight_loader")) for name, tensor in tensors}
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._layers.model.named_parameters(remove_duplicate=False)
+        yield from self._layers.model.named_buffers(remove_duplicate=False)
 
-    def _expert_maps(self) -> Mapping[str, torch.Tensor]:
+    def _expert_maps(self) -> dict[str, torch.Tensor]:
         found = {}
         for name, module in self._layers.items():
             expert_map = getattr(module, "expert_map", None)

@@ -135,7 +135,9 @@ def _run(
     load_weights: LoadWeights, specs: list[TensorSpec], destinations: Mapping[str, torch.Tensor]
 ) -> tuple[Writes, dict[str, str]]:
     """One traced call with all tensors; if it raises, halves, down to the single tensors that the loader refuses."""
-    placeholders = {spec.name: _placeholder(spec) for spec in specs}
+    placeholders = {
+        spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs
+    }
     trace = WriteTrace(placeholders, destinations)
     try:
         with trace, torch.no_grad():
@@ -148,14 +150,6 @@ def _run(
         second, refused_second = _run(load_weights, specs[middle:], destinations)
         return first.joined(second), refused_first | refused_second
     return trace.writes, {}
-
-
-def _placeholder(spec: TensorSpec) -> torch.Tensor:
-    """A tensor without bytes; one real element where a loader may ask for the value of a scale."""
-    dtype = getattr(torch, spec.dtype)
-    if spec.numel == 1:
-        return torch.ones(spec.shape, dtype=dtype)
-    return torch.empty(spec.shape, dtype=dtype, device="meta")
 
 
 def _shard(record: CopyRecord, shape: tuple[int, ...]) -> LocalShard | str:

@@ -26,12 +26,13 @@ def why_not_live(layers: VllmLayers, layer: str, load_time: Mapping[str, Layout]
         if reason is not None:
             return reason
     if processing_of(module, layers.names) is None:
-        return _keeps_copy(module)
+        return None
+    reason = _probe_processing(layers, layer, load_time)
     weight = getattr(module, "weight", None)
     plain = isinstance(module.quant_method, (layers.names.plain_linear, layers.names.plain_embedding))
-    if plain and isinstance(weight, torch.Tensor) and weight.ndim == 2:
-        return _probe_matmul(layers, module, weight)
-    return _probe_processing(layers, layer, load_time)
+    if reason is None and plain and isinstance(weight, torch.Tensor) and weight.ndim == 2:
+        reason = _probe_matmul(layers, module, weight)
+    return reason
 
 
 def experts_kernel(module: nn.Module) -> str:
@@ -57,11 +58,6 @@ def _differs(live: torch.Tensor | None, name: str, layout: Layout) -> str | None
     if layout.has_loader and not found.has_loader:
         return f"{name} lost its weight loader after loading"
     return None
-
-
-def _keeps_copy(module: nn.Module) -> str | None:
-    kept = copies_of_parameters(module)
-    return f"{type(module).__name__} keeps {', '.join(kept)} beside its parameters" if kept else None
 
 
 def copies_of_parameters(module: nn.Module) -> list[str]:
@@ -124,7 +120,8 @@ def _probe_processing(layers: VllmLayers, layer: str, load_time: Mapping[str, La
         moved = [name for name, codes in expected.items() if not _holds(getattr(module, name, None), codes)]
         if moved:
             return f"{kernel or type(module).__name__} rearranges {', '.join(moved)} after loading"
-        return _keeps_copy(module)
+        kept = copies_of_parameters(module)
+        return f"{type(module).__name__} keeps {', '.join(kept)} beside its parameters" if kept else None
 
 
 def _holds(tensor: torch.Tensor | None, codes: torch.Tensor) -> bool:

@@ -102,7 +102,7 @@ class VllmTarget:
         modes = decide_modes(self._layers, trace, self._mode)
         caches = DerivedCaches(self._layers, self._hooks, self._config.model_config.dtype)
         faults = FaultList("derived tensors", TargetError)
-        faults.extend(caches.faults(frozenset(name for name, found in modes.items() if found.mode is WriteMode.PACKED)))
+        faults.extend(caches.faults({name for name, found in modes.items() if found.mode is WriteMode.PACKED}))
         faults.raise_if_any()
         tensors: dict[str, set[str]] = defaultdict(set)
         for tensor, storages in trace.loader.feeds.items():
@@ -185,12 +185,9 @@ class VllmTarget:
             return
         model: Any = self._layers.model
         names = [name for name, _ in complete]
-        storages = {storage for name in names for storage in loader.feeds[name]}
-        with (
-            self._layers.configured(),
-            torch.no_grad(),
-            WriteCount({storage: self._layers.tensor(storage) for storage in storages}) as count,
-        ):
+        # All of them: a loader may keep a tensor and write it during a later call.
+        destinations = {storage: self._layers.tensor(storage) for storage in setup.trace.layouts}
+        with self._layers.configured(), torch.no_grad(), WriteCount(destinations) as count:
             model.load_weights(iter(complete))
         setup.coverage.add(count.written)
         refit.arrived.update(names)
@@ -216,7 +213,7 @@ class VllmTarget:
                 self._layers.process_again(follower)
         setup.caches.refresh()
         faults.extend(setup.tied.differences())
-        faults.extend(setup.placement.moved())
+        faults.extend(setup.placement.changes())
         faults.raise_if_any()
         self._refit = None
         self.version = version

@@ -95,9 +95,9 @@ def storage_key(tensor: torch.Tensor) -> int:
 class WriteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Run a loader under this mode; `writes` then says what it did.
 
-    `placeholders` are the checkpoint tensors by name (on the meta device, or one real element), `destinations` the
-    parameters and buffers by name. No operation that writes into a destination is carried out, so a destination may
-    also be a live tensor.
+    `placeholders` are the checkpoint tensors by name, on the meta device; asked for its value as a number, one says 1.
+    `destinations` are the parameters and buffers by name. No operation that writes into a destination is carried out,
+    so a destination may also be a live tensor.
     """
 
     def __init__(self, placeholders: Mapping[str, torch.Tensor], destinations: Mapping[str, torch.Tensor]) -> None:
@@ -108,16 +108,16 @@ class WriteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._copied: dict[int, _Copied] = {}
         self._derived: dict[int, _Derived] = {}
         self._kept: list[torch.Tensor] = []  # a freed storage's identity could come back for another tensor
-        self._scalar: str | None = None
+        self._scalar: _Derived | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Note what `func` reads and writes, and carry it out unless it writes into a destination."""
         kwargs = dict(kwargs or {})
-        if func is _aten._local_scalar_dense.default:
-            self._scalar = self._names.get(storage_key(args[0]))
-            return func(*args, **kwargs)
+        if func is _aten._local_scalar_dense.default and self._known(args[0]):
+            self._scalar = self._made_of(args[0])
+            return 1.0 if args[0].is_floating_point() else 1
         written = written_argument(func, args, kwargs)
         if written is not None and storage_key(written) in self._destinations:
             self._note_write(func, written, args, kwargs)
@@ -139,11 +139,9 @@ class WriteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 value = 0.0 if func is _aten.zero_.default else float(args[1])
                 self.writes.fills.append(FillRecord(name, target, value))
             else:
-                origin = frozenset({self._scalar})
-                self.writes.computed.append(
-                    ComputedRecord(name, origin, frozenset(), "it passes through a Python number")
-                )
-                self._scalar = None
+                made, self._scalar = self._scalar, None
+                reason = "it passes through a Python number"
+                self.writes.computed.append(ComputedRecord(name, made.tensors, made.storages, reason))
             return
         if func is _aten.copy_.default:
             found = self._origin(args[1])
