@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -12,12 +12,13 @@ class CpuEnvironment:
     """vLLM reads these while it is imported, so they belong into the actors' runtime environment.
 
     `kv_cache_gib` is per engine worker. `python_path` is put in front of the actors' import path (a plugin folder,
-    say). `num_threads` counts OpenMP threads per process.
+    say). `num_threads` counts OpenMP threads per process. `others` are further variables, such as a plugin's own.
     """
 
     kv_cache_gib: int = 1
     num_threads: int = 1
     python_path: Sequence[Path] = ()
+    others: Mapping[str, str] = field(default_factory=dict)
 
     def variables(self) -> dict[str, str]:
         """Name -> value, all of them text, as Ray wants them."""
@@ -37,7 +38,7 @@ class CpuEnvironment:
         }
         if self.python_path:
             variables["PYTHONPATH"] = ":".join(str(folder) for folder in self.python_path)
-        return variables
+        return {**variables, **self.others}
 
     def runtime_env(self) -> dict[str, dict[str, str]]:
         """What `ray.init(runtime_env=...)` or an actor's options take."""

@@ -8,6 +8,7 @@ import ray
 import torch
 import torch.distributed as dist
 
+from equipment.ray_faults import Planned, with_fault
 from equipment.trainers import shard_columns_and_rows, shard_fully
 from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.orchestration.trainer_actor import ReshardTrainer
@@ -34,8 +35,15 @@ class TinyTrainer(ReshardTrainer):
         shard_fully(self._model, mesh["dp"])
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.05)
 
+        self._fault: Planned | None = None
+
+    def arm(self, fault: Planned | None) -> None:
+        """Strike `fault` in the next world."""
+        self._fault = fault
+
     def reshard_source(self, rank: int) -> Source:
-        return DTensorSource.from_model(self._model, rank)
+        fault, self._fault = self._fault, None
+        return with_fault(DTensorSource.from_model(self._model, rank), fault)
 
     def train(self, step: int) -> float:
         """One step on tokens that depend on `step` alone; the loss before it."""
