@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import re
 import threading
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -77,6 +77,7 @@ class ProcessGroupTransport:
             raise TransportError(f"rank {rank} is not in a world of {size}")
         self.rank = rank
         self.size = size
+        self._everyone = tuple(range(size))
         self._store = store
         self._timeout_s = timeout_s
         self._namespace = f"refit/{generation}"
@@ -92,7 +93,7 @@ class ProcessGroupTransport:
         store.stop_key = self._abort_key
         self._watcher = AbortWatcher(store.connect(), self._abort_key, self._on_abort, self._on_lost)
         try:
-            self._group(tuple(range(size)))
+            self._group(self._everyone)
         except BaseException:
             self.close()
             raise
@@ -101,7 +102,7 @@ class ProcessGroupTransport:
         """See `Transport.send`."""
         check_buffer(buffer, f"send to rank {dst}")
         check_peer(dst, self.rank, self.size, "send")
-        group = self._group(tuple(range(self.size)))
+        group = self._group(self._everyone)
         tag = self._next_tag(self._sent, dst)
         return self._start(f"send to rank {dst}", (buffer,), lambda: group.send([buffer], dst, tag))
 
@@ -109,7 +110,7 @@ class ProcessGroupTransport:
         """See `Transport.receive`."""
         check_buffer(buffer, f"receive from rank {src}")
         check_peer(src, self.rank, self.size, "receive")
-        group = self._group(tuple(range(self.size)))
+        group = self._group(self._everyone)
         tag = self._next_tag(self._received, src)
         return self._start(f"receive from rank {src}", (buffer,), lambda: group.recv([buffer], src, tag))
 
@@ -152,6 +153,8 @@ class ProcessGroupTransport:
             if self._first_cause is None:
                 self._first_cause = TransportError(f"rank {self.rank}: the transport is closed")
         self._watcher.stop()
+        if self._store.stop_key == self._abort_key:
+            self._store.stop_key = None
         if self._started:
             self._break_off()
         self._groups.clear()
@@ -245,12 +248,8 @@ class ProcessGroupTransport:
     def _reason_of_others(self) -> RefitAbortedError | None:
         """What another rank gave as its reason, if it does so within the grace time."""
         try:
-            connection = self._store.connect()
-            try:
-                connection.wait([self._abort_key], _FIRST_CAUSE_GRACE_S)
-                return RefitAbortedError(base64.b64decode(connection.ask("get", self._abort_key)).decode())
-            finally:
-                connection.close()
+            self._store.wait([self._abort_key], timedelta(seconds=_FIRST_CAUSE_GRACE_S))
+            return RefitAbortedError(self._store.get(self._abort_key).decode())
         except (HandshakeError, TransportError):
             return None
 

@@ -1,10 +1,12 @@
 """The process-group transport between real processes: order, sizes, deadlines, aborts, deaths, generations."""
 
+import contextlib
 import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -266,7 +268,38 @@ def test_a_lost_rendezvous_ends_the_refit_and_close_still_works():
     assert any("lost the rendezvous" in message for message in messages), messages
 
 
-def test_gloo_listens_on_the_given_host_only_and_refuses_one_that_is_not_ours():
+def listening_here() -> set[str]:
+    """Addresses, in the kernel's own notation, on which this process listens over IPv4 or IPv6."""
+    inodes = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists the directory is gone by now
+            inodes.add(str(descriptor.readlink()))
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in inodes:
+                found.add(local.split(":")[0])
+    return found
+
+
+def report_where_it_listens(seat):
+    store = seat.store()
+    before = listening_here()
+    transport = seat.join(store)
+    during = listening_here()
+    exchange(transport, 7)
+    transport.close()
+    store.close()
+    return before, during
+
+
+def test_every_socket_of_a_rank_listens_on_its_own_address_only():
+    """127.0.0.1 is 0100007F in the kernel's table."""
+    assert run_spawned(report_where_it_listens, 2) == [(set(), {"0100007F"})] * 2
+
+
+def test_a_host_that_is_not_ours_is_refused():
     token = bytes(range(32))
     with RendezvousServer(HOST, token) as server:
         store = RendezvousStore(server.address, token, 5)
