@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import ray
+from equipment.ray_engines import EngineMember
 from equipment.ray_light import LightWorld
+from equipment.ray_model import write_checkpoint
+from equipment.ray_trainers import TrainerGroup
 
 from nemo_rl_reshard.orchestration.cpu_environment import CpuEnvironment
 
@@ -17,9 +20,9 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cluster() -> Iterator[None]:
     folders = [REPOSITORY, REPOSITORY / "tests", REPOSITORY / "examples" / "cpu_engine"]
-    environment = CpuEnvironment(python_path=folders)
+    environment = CpuEnvironment(python_path=folders, others={"CPU_ENGINE_LIVE_WEIGHTS": "1"})
     ray.init(
         num_cpus=16,
         include_dashboard=False,
@@ -28,10 +31,37 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         runtime_env=environment.runtime_env(),
         logging_level="warning",
         log_to_driver=bool(os.environ.get("RESHARD_TEST_LOGS")),
-        # Unix sockets have short names, pytest's folders long ones: Ray picks its own.
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What trainers start from."""
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "seed0", seed=0)
+
+
+@pytest.fixture(scope="session")
+def foreign_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What engines start from: same model, other weights."""
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "seed1", seed=1)
+
+
+@pytest.fixture(scope="session")
+def trainer_group(cluster: None, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerGroup]:
+    group = TrainerGroup("trainer", tmp_path_factory.mktemp("stores"), checkpoint)
+    yield group
+    group.stop()
+
+
+@pytest.fixture(scope="session")
+def engines(cluster: None, foreign_checkpoint: Path) -> Iterator[list[EngineMember]]:
+    """One engine of one worker, one of two. A test that breaks one puts another in its place in this list."""
+    started = [EngineMember("engine 0", foreign_checkpoint, tp=1), EngineMember("engine 1", foreign_checkpoint, tp=2)]
+    yield started
+    for engine in started:
+        engine.stop()
 
 
 @pytest.fixture(scope="module")
