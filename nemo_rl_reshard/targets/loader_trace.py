@@ -60,12 +60,14 @@ def trace_loader(
     aliases: Mapping[str, str],
     must_cover: Iterable[str],
     optional: Callable[[str], bool],
+    converted: Mapping[str, torch.dtype] | None = None,
 ) -> LoaderTrace:
     """Run `load_weights` once on placeholders of `specs` and explain every write.
 
     `destinations`: this rank's parameters and buffers, in load-time layout, by name. `aliases`: further names of a
     destination -> its first name (tied weights). `must_cover`: destinations of which every element must be written.
-    `optional(name)`: the loader may refuse this tensor. Raises TargetError listing tensors that the loader refuses,
+    `optional(name)`: the loader may refuse this tensor. `converted`: destinations whose dtype the engine changed after
+    loading -> the dtype they were loaded in. Raises TargetError listing tensors that the loader refuses,
     parameters with elements that no tensor reaches, and parameters that two tensors claim.
     """
     start = time.perf_counter()
@@ -101,7 +103,11 @@ def trace_loader(
     for name in must_cover:
         if name not in computed:
             _check_cover(name, destinations[name], placed.get(name, []), padding.get(name, ()), faults)
-    dtypes = _dtypes(specs, feeds, destinations, indirect, faults)
+    for name, storages in feeds.items():
+        for storage in storages & (converted or {}).keys():
+            indirect.setdefault(name, f"{storage} was converted to {destinations[storage].dtype} after loading")
+    load_dtypes = {storage: tensor.dtype for storage, tensor in destinations.items()} | dict(converted or {})
+    dtypes = _dtypes(specs, feeds, load_dtypes, indirect, faults)
     faults.raise_if_any()
     places: dict[str, list[LocalShard]] = defaultdict(list)
     for entries in placed.values():
@@ -236,7 +242,7 @@ def _check_cover(
 def _dtypes(
     specs: Sequence[TensorSpec],
     feeds: Mapping[str, frozenset[str]],
-    destinations: Mapping[str, torch.Tensor],
+    load_dtypes: Mapping[str, torch.dtype],
     indirect: dict[str, str],
     faults: FaultList,
 ) -> dict[str, str]:
@@ -245,7 +251,7 @@ def _dtypes(
     for spec in specs:
         if spec.name not in feeds:
             continue
-        found = sorted({str(destinations[storage].dtype).removeprefix("torch.") for storage in feeds[spec.name]})
+        found = sorted({str(load_dtypes[storage]).removeprefix("torch.") for storage in feeds[spec.name]})
         unknown = [dtype for dtype in found if dtype not in ITEM_SIZE]
         if unknown:
             faults.add(f"{spec.name}: lands in a parameter of dtype {unknown[0]}; quantised engines are not supported")

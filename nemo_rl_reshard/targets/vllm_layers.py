@@ -35,12 +35,14 @@ class Parked:
     """The model with every layer at its load-time layout, on the meta device.
 
     `destinations`: parameters and buffers by first name. `aliases`: further names of a tied parameter -> its first.
-    `parameters`: the first names of parameters with at least one element.
+    `parameters`: the first names of parameters with at least one element. `converted`: tensors that never leave
+    their live layout and whose dtype the engine changed after loading -> the dtype they were loaded in.
     """
 
     destinations: Mapping[str, torch.Tensor]
     aliases: Mapping[str, str]
     parameters: tuple[str, ...]
+    converted: Mapping[str, torch.dtype]
 
 
 class VllmLayers:
@@ -104,7 +106,7 @@ class VllmLayers:
             for module, name, holder, first_name in shared:
                 if first_name in holder._parameters:
                     module._parameters[name] = holder._parameters[first_name]
-            yield _describe_parked(self.model)
+            yield _describe_parked(self.model, self.names)
         finally:
             for module in started:
                 self._put_back(module)
@@ -196,7 +198,7 @@ def processing_of(module: nn.Module, names: VllmNames) -> Callable[[nn.Module], 
     return step
 
 
-def _describe_parked(model: nn.Module) -> Parked:
+def _describe_parked(model: nn.Module, names: VllmNames) -> Parked:
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     destinations: dict[str, torch.Tensor] = {}
@@ -208,4 +210,12 @@ def _describe_parked(model: nn.Module) -> Parked:
             aliases[name] = owner
     parameters = tuple(name for name, tensor in destinations.items() if tensor.numel())
     destinations.update(model.named_buffers())
-    return Parked(destinations, aliases, parameters)
+    converted = {}
+    for name, module in model.named_modules():
+        # An AMX kernel on CPU turns a bfloat16 bias into float32.
+        bias = module._parameters.get("bias")
+        if bias is not None and isinstance(getattr(module, "quant_method", None), names.plain_linear):
+            loaded = getattr(module, "params_dtype", bias.dtype)
+            if bias.dtype != loaded:
+                converted[f"{name}.bias"] = loaded
+    return Parked(destinations, aliases, parameters, converted)

@@ -21,6 +21,13 @@ def why_not_live(layers: VllmLayers, layer: str, load_time: Mapping[str, Layout]
     every tensor and attribute as it was.
     """
     module = layers.module(layer)
+    kernel = experts_kernel(module)
+    reason = _why_not_live(layers, layer, load_time)
+    return f"{kernel}: {reason}" if reason and kernel else reason
+
+
+def _why_not_live(layers: VllmLayers, layer: str, load_time: Mapping[str, Layout]) -> str | None:
+    module = layers.module(layer)
     for name, layout in load_time.items():
         reason = _differs(getattr(module, name, None), name, layout)
         if reason is not None:
@@ -113,13 +120,12 @@ def _probe_processing(layers: VllmLayers, layer: str, load_time: Mapping[str, La
             tensor.data.copy_(codes)
             expected[name] = codes
         step = processing_of(module, layers.names)
-        kernel = experts_kernel(module)
         forget_kernel(module, layers.names)
         if step is not None:
             step(module)
         moved = [name for name, codes in expected.items() if not _holds(getattr(module, name, None), codes)]
         if moved:
-            return f"{kernel or type(module).__name__} rearranges {', '.join(moved)} after loading"
+            return f"processing after loading rearranges {', '.join(moved)}"
         kept = copies_of_parameters(module)
         return f"{type(module).__name__} keeps {', '.join(kept)} beside its parameters" if kept else None
 

@@ -220,9 +220,13 @@ class VllmTarget:
 
     def abandon(self) -> None:
         """After a failure: every layer gets its old tensors back, so that the next full refit starts clean."""
-        self._layers.undo()
         self._refit = None
         self.version = None
+        try:
+            self._layers.undo()
+        except Exception:
+            # The failure that led here is the one to report; without a set-up nothing trusts this engine again.
+            self._setup = None
 
     def _open_for(self, tensor: str) -> None:
         """Open the packed layers that `tensor` lands in."""

@@ -37,6 +37,7 @@ def trace_model(layers: VllmLayers, specs: Sequence[TensorSpec]) -> ModelTrace:
             parked.aliases,
             parked.parameters,
             optional=lambda name: classify(name, None, drafts).reason.startswith("draft"),
+            converted=parked.converted,
         )
         used = {storage for storages in loader.feeds.values() for storage in storages}
         layouts = {name: Layout.of(tensor) for name, tensor in parked.destinations.items() if name in used}

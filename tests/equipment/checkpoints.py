@@ -38,8 +38,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "norm_topk_prob": True,
     },
+    # Qwen2-MoE: biases on q, k and v, and a shared expert with a gate of its own.
+    "shared": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
 }
-"""Qwen3 variants by name: what differs from the common tiny configuration."""
+"""Qwen3 and Qwen2 variants by name: what differs from the common tiny configuration."""
 
 
 def make_checkpoint(folder: Path, family: str, seed: int, dtype: torch.dtype = torch.float32) -> Path:
@@ -70,10 +81,10 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 def _config(family: str, dtype: torch.dtype) -> dict[str, Any]:
     is_moe = family.startswith("moe")
     return {
-        **_COMMON,
-        **FAMILIES[family],
         "architectures": ["Qwen3MoeForCausalLM" if is_moe else "Qwen3ForCausalLM"],
         "model_type": "qwen3_moe" if is_moe else "qwen3",
+        **_COMMON,
+        **FAMILIES[family],
         "torch_dtype": str(dtype).removeprefix("torch."),
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
@@ -96,11 +107,18 @@ def _shapes(family: str) -> dict[str, tuple[int, ...]]:
             f"{layer}.self_attn.q_proj.weight": (queries, hidden),
             f"{layer}.self_attn.k_proj.weight": (keys, hidden),
             f"{layer}.self_attn.v_proj.weight": (keys, hidden),
-            f"{layer}.self_attn.q_norm.weight": (head,),
-            f"{layer}.self_attn.k_norm.weight": (head,),
             f"{layer}.self_attn.o_proj.weight": (hidden, queries),
             f"{layer}.post_attention_layernorm.weight": (hidden,),
         }
+        if family == "shared":
+            shapes |= {
+                f"{layer}.self_attn.{part}_proj.bias": (n,)
+                for part, n in zip("qkv", (queries, keys, keys), strict=True)
+            }
+            shapes |= _mlp(f"{layer}.mlp.shared_expert", config["shared_expert_intermediate_size"], hidden)
+            shapes[f"{layer}.mlp.shared_expert_gate.weight"] = (1, hidden)
+        else:
+            shapes |= {f"{layer}.self_attn.{part}_norm.weight": (head,) for part in "qk"}
         if "num_experts" not in config:
             shapes |= _mlp(f"{layer}.mlp", config["intermediate_size"], hidden)
             continue
