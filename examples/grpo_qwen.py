@@ -12,7 +12,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,19 @@ from grpo.loop import Metrics, train
 from grpo.model import write_checkpoint
 from grpo.run_folder import RunFolder
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from nemo_rl_reshard.cli.compare import compare_runs
 from nemo_rl_reshard.config import Backend
-from nemo_rl_reshard.errors import ConfigError
+from nemo_rl_reshard.errors import ConfigError, RefitError
 from nemo_rl_reshard.orchestration.controller import RefitController
 from nemo_rl_reshard.orchestration.cpu_environment import CpuEnvironment
 
@@ -35,7 +43,7 @@ EXAMPLES = Path(__file__).resolve().parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the example. Returns the exit code: 0, or 2 for a faulty configuration."""
+    """Run the example. Returns the exit code: 0, 1 if a refit failed, 2 for a faulty configuration."""
     parser = argparse.ArgumentParser(description="GRPO on a small Qwen3 with resharded refits")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="section.key=value")
@@ -47,7 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(str(fault), style="red", markup=False)
         return 2
     with tempfile.TemporaryDirectory(prefix="grpo-checkpoint-") as folder:
-        return _run(Path(folder), config, console)
+        try:
+            return _run(Path(folder), config, console)
+        except RefitError as fault:
+            console.print(str(fault), style="red", markup=False)
+            return 1
 
 
 def _run(checkpoint: Path, config: dict[str, Any], console: Console) -> int:
@@ -99,16 +111,21 @@ def _train_each(cast: Cast, config: dict[str, Any], console: Console) -> list[Pa
             console.print(f"\n[bold]{backend}[/bold] into {path}")
             task = progress.add_task("", total=config["grpo"]["num_steps"], now="planning the refit")
             folder.plan(controller.plan(backend).summary)
-
-            def show(metrics: Metrics, progress: Progress = progress, task: Any = task) -> None:
-                progress.update(task, advance=1, now=_line(metrics))
-                if not console.is_terminal:
-                    console.print(f"  step {metrics['step']:3d}  {metrics['time_s']:5.1f} s  {_line(metrics)}")
-
-            train(cast, controller, config, backend, folder, show)
+            train(cast, controller, config, backend, folder, _reporter(progress, task, console))
         folders.append(path)
     controller.close()
     return folders
+
+
+def _reporter(progress: Progress, task: TaskID, console: Console) -> Callable[[Metrics], None]:
+    """Shows each step as it is done: in the progress bar on a terminal, as a line of its own elsewhere."""
+
+    def report(metrics: Metrics) -> None:
+        progress.update(task, advance=1, now=_line(metrics))
+        if not console.is_terminal:
+            console.print(f"  step {metrics['step']:3d}  {metrics['time_s']:5.1f} s  {_line(metrics)}", highlight=False)
+
+    return report
 
 
 def _progress(console: Console) -> Progress:

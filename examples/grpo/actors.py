@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-import torch.distributed as dist
 from ray.actor import ActorHandle
-from ray.util import get_node_ip_address
 
 from grpo.policy import PolicyTrainer
 from grpo.tokenizer import END
@@ -19,20 +18,17 @@ from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.orchestration.trainer_actor import ReshardTrainer
 from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.sources.dtensor import DTensorSource
+from nemo_rl_reshard.transport.rendezvous import RendezvousServer, RendezvousStore
 
 
 class TrainerActor(ReshardTrainer):
-    """One trainer rank in an actor of its own. `open_store` on rank 0, then `join` on all."""
+    """One trainer rank in an actor of its own."""
 
-    def open_store(self) -> tuple[str, int]:
-        """Listen for the other trainers; returns host and port."""
-        host = get_node_ip_address()
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return host, self._store.port
-
-    def join(self, rank: int, address: tuple[str, int], checkpoint: str, section: Mapping[str, Any]) -> None:
-        """Become trainer `rank`: cut the checkpoint's weights with the others."""
-        store = self._store if rank == 0 else dist.TCPStore(*address, is_master=False)
+    def join(
+        self, rank: int, address: tuple[str, int], token_hex: str, checkpoint: str, section: Mapping[str, Any]
+    ) -> None:
+        """Become trainer `rank`: meet the others at the driver's rendezvous, cut the checkpoint's weights with them."""
+        store = RendezvousStore(address, bytes.fromhex(token_hex), section["timeout_s"])
         self.trainer = PolicyTrainer(rank, store, Path(checkpoint), section)
 
     def restart(self) -> None:
@@ -50,11 +46,12 @@ class TrainerActor(ReshardTrainer):
 
 @dataclass(frozen=True)
 class Cast:
-    """All actors of a run."""
+    """All actors of a run, and the rendezvous of the trainers' own process group, which lives as long as they do."""
 
     trainers: list[ActorHandle]
     engines: list[ActorHandle]
     engine_sizes: list[int]
+    rendezvous: RendezvousServer
 
     def members(self) -> tuple[list[Member], list[Member]]:
         """Trainers and engines as the refit controller wants them."""
@@ -78,10 +75,15 @@ def start(checkpoint: Path, config: Mapping[str, Any]) -> Cast:
         engine_class.remote(f"engine{index}", str(checkpoint), _engine_options(config, size))
         for index, size in enumerate(sizes)
     ]
-    address = ray.get(trainers[0].open_store.remote(), timeout=timeout_s)
-    joined = [actor.join.remote(rank, address, str(checkpoint), section) for rank, actor in enumerate(trainers)]
+    # Authenticated and on one address, as the refit's own rendezvous is; the engines start meanwhile.
+    token = secrets.token_bytes(32)
+    rendezvous = RendezvousServer(config["refit"].get("host", "127.0.0.1"), token)
+    joined = [
+        actor.join.remote(rank, rendezvous.address, token.hex(), str(checkpoint), section)
+        for rank, actor in enumerate(trainers)
+    ]
     ray.get([*joined, *(engine.version.remote() for engine in engines)], timeout=timeout_s)
-    return Cast(trainers, engines, sizes)
+    return Cast(trainers, engines, sizes, rendezvous)
 
 
 def _engine_options(config: Mapping[str, Any], size: int) -> dict[str, Any]:
@@ -102,7 +104,8 @@ def generate(
     """Answers per prompt, in order; the prompts are dealt to the engines in turn. Each answer ends at END."""
     sampling = {
         "n": num_answers,
-        "temperature": config["generation"]["temperature"],
+        # The whole distribution at temperature 1: what the loss takes the log-probabilities to be of.
+        "temperature": 1.0,
         "max_tokens": config["task"]["answer_length"],
         "stop_token_ids": [END],
     }

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from nemo_rl_reshard.cli.requirements import require
 from nemo_rl_reshard.cli.stable_json import write_json
@@ -66,7 +65,7 @@ def run_trace(
     if json_file is not None:
         plain = {"schema": 1, "tp": tp, "landings": [asdict(landing) for landing in landings]}
         write_json(json_file, plain)
-    console.print(_table(specs, landings))
+    _print(specs, landings, console)
 
 
 def read_checkpoint_specs(model_dir: Path) -> list[TensorSpec]:
@@ -169,31 +168,31 @@ def _mode(modes: Mapping[str, Any], storage: str) -> str:
     return str(found.mode) if found is not None else ""
 
 
-def _table(specs: Sequence[TensorSpec], landings: Sequence[Landing]) -> Table:
-    """Rows in checkpoint order, one per region and rank."""
-    table = Table(title="where the engine's loader puts each tensor", title_justify="left", header_style="bold")
-    table.add_column("tensor", overflow="fold")
-    table.add_column("shape", no_wrap=True)
-    table.add_column("rank", justify="right")
-    table.add_column("region", no_wrap=True)
-    table.add_column("parameter", overflow="fold")
-    table.add_column("written", overflow="fold")
+def _print(specs: Sequence[TensorSpec], landings: Sequence[Landing], console: Console) -> None:
+    """One tensor after the other in checkpoint order, a line per region and rank; lines are not wrapped."""
     by_tensor: dict[str, list[Landing]] = {}
     for landing in landings:
         by_tensor.setdefault(landing.tensor, []).append(landing)
     for spec in specs:
-        for index, landing in enumerate(by_tensor.get(spec.name, [])):
-            table.add_row(
-                spec.name if index == 0 else "",
-                "x".join(map(str, spec.shape)) if index == 0 else "",
-                str(landing.rank),
-                _box_text(landing.region),
-                f"{landing.parameter} {_box_text(landing.box)}".rstrip(),
-                landing.mode if not landing.reason else f"by the loader: {landing.reason}",
-            )
-        if spec.name not in by_tensor:
-            table.add_row(spec.name, "x".join(map(str, spec.shape)), "", "", "", "nowhere: the loader drops it")
-    return table
+        shape = "x".join(map(str, spec.shape)) or "scalar"
+        console.print(f"[bold]{spec.name}[/bold] {shape} {spec.dtype}", soft_wrap=True, highlight=False)
+        found = by_tensor.get(spec.name)
+        if found is None:
+            console.print("  nowhere: the loader takes it and writes nothing", highlight=False)
+            continue
+        for landing in found:
+            way = f"by the engine's loader: {landing.reason}" if landing.reason else landing.mode
+            region = _box_text(landing.region) or "all of it"
+            place = f"{landing.parameter} {_box_text(landing.box)}".rstrip()
+            line = f"  rank {landing.rank}: {region} -> {place}  ({way})"
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+    loaded = {landing.tensor for landing in landings if landing.reason}
+    copied = by_tensor.keys() - loaded
+    console.print(
+        f"{len(specs)} tensors: {len(copied)} copied region by region, {len(loaded)} through the engine's loader, "
+        f"{len(specs) - len(by_tensor)} nowhere",
+        highlight=False,
+    )
 
 
 def _box_text(box: Sequence[Sequence[int]] | None) -> str:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +18,8 @@ from grpo.loss import clipped_loss, token_logprobs
 from grpo.model import load_checkpoint, write_checkpoint
 from grpo.policy import PolicyTrainer
 from grpo.tokenizer import BEGIN
+
+from nemo_rl_reshard.transport.rendezvous import RendezvousServer, RendezvousStore
 
 MODEL = {
     "hidden_size": 48,
@@ -43,6 +43,7 @@ SECTION: dict[str, Any] = {
     "max_gradient_norm": 1.0,
 }
 STEPS = 2
+TOKEN = b"t" * 32
 
 
 def samples() -> list[Sample]:
@@ -59,10 +60,9 @@ def samples() -> list[Sample]:
     ]
 
 
-def train_rank(rank: int, port: int, checkpoint: Path, out: Path) -> None:
+def train_rank(rank: int, address: tuple[str, int], checkpoint: Path, out: Path) -> None:
     """One trainer process: two steps, back to the start, the same two steps again."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    trainer = PolicyTrainer(rank, store, checkpoint, SECTION)
+    trainer = PolicyTrainer(rank, RendezvousStore(address, TOKEN, 60.0), checkpoint, SECTION)
     plain = [sample.to_plain() for sample in samples()]
     runs = []
     for _ in range(2):
@@ -107,8 +107,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[d
     folder = tmp_path_factory.mktemp("policy")
     checkpoint = folder / "checkpoint"
     write_checkpoint(checkpoint, MODEL, seed=0)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(train_rank, (store.port, checkpoint, folder), nprocs=4)
+    with RendezvousServer("127.0.0.1", TOKEN) as rendezvous:
+        mp.spawn(train_rank, (rendezvous.address, checkpoint, folder), nprocs=4)
     return checkpoint, [torch.load(folder / f"rank{rank}.pt") for rank in range(4)]
 
 
