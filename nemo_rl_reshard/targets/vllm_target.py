@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ class _Setup:
 
     trace: ModelTrace
     modes: Mapping[str, LayerMode]
-    tensors_of_layer: Mapping[str, frozenset[str]]
+    layers_of: Mapping[str, frozenset[str]]
     coverage: Coverage
     caches: DerivedCaches
     tied: TiedValues
@@ -40,9 +40,10 @@ class _Setup:
 
 @dataclass(slots=True)
 class _Refit:
-    """One refit in progress: what has arrived, and what waits for the rest of its group."""
+    """One refit in progress: what has arrived, what each packed layer lacks, what waits for the rest of its group."""
 
     version: int
+    lacking: dict[str, set[str]]
     arrived: set[str] = field(default_factory=set)
     processed: set[str] = field(default_factory=set)
     waiting: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -104,14 +105,13 @@ class VllmTarget:
         faults = FaultList("derived tensors", TargetError)
         faults.extend(caches.faults({name for name, found in modes.items() if found.mode is WriteMode.PACKED}))
         faults.raise_if_any()
-        tensors: dict[str, set[str]] = defaultdict(set)
-        for tensor, storages in trace.loader.feeds.items():
-            for storage in storages:
-                tensors[storage.rpartition(".")[0]].add(tensor)
         self._setup = _Setup(
             trace=trace,
             modes=modes,
-            tensors_of_layer={layer: frozenset(found) for layer, found in tensors.items()},
+            layers_of={
+                tensor: frozenset(storage.rpartition(".")[0] for storage in storages)
+                for tensor, storages in trace.loader.feeds.items()
+            },
             coverage=Coverage(_needed(trace)),
             caches=caches,
             tied=TiedValues(self._layers, trace),
@@ -138,7 +138,11 @@ class VllmTarget:
         setup.tied.begin()
         self.version = None
         self.peak_extra_bytes = 0
-        self._refit = _Refit(version)
+        lacking: dict[str, set[str]] = defaultdict(set)
+        for tensor, layers in setup.layers_of.items():
+            for layer in layers if tensor not in setup.trace.loader.tied else ():
+                lacking[layer].add(tensor)
+        self._refit = _Refit(version, lacking)
 
     def view(self, tensor: str, region: Region) -> torch.Tensor:
         """Writable elements of `region`, which lies inside one declared shard; shape `region.extent`, no copy."""
@@ -155,13 +159,12 @@ class VllmTarget:
 
     def tensor_done(self, tensor: str) -> None:
         """Every write into and every read from this tensor's views is finished; its layer may be processed."""
-        setup, refit = self._updating("tensor_done")
+        setup, _ = self._updating("tensor_done")
         shards = setup.trace.loader.shards_of(tensor)
         if not shards:
             raise TargetError(f"{tensor} has no shard on this rank")
         setup.coverage.finish_direct(tensor, shards)
-        refit.arrived.add(tensor)
-        self._close_complete()
+        self._arrived([tensor])
 
     def load(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Place whole tensors with the engine's own loader. Tensors that it needs together wait for each other.
@@ -184,14 +187,12 @@ class VllmTarget:
         if not complete:
             return
         model: Any = self._layers.model
-        names = [name for name, _ in complete]
         # All of them: a loader may keep a tensor and write it during a later call.
         destinations = {storage: self._layers.tensor(storage) for storage in setup.trace.layouts}
         with self._layers.configured(), torch.no_grad(), WriteCount(destinations) as count:
             model.load_weights(iter(complete))
         setup.coverage.add(count.written)
-        refit.arrived.update(names)
-        self._close_complete()
+        self._arrived([name for name, _ in complete])
 
     def finish(self, version: int) -> None:
         """Derived tensors, tied heads, and the proof that every element was written and no tensor moved.
@@ -231,8 +232,7 @@ class VllmTarget:
     def _open_for(self, tensor: str) -> None:
         """Open the packed layers that `tensor` lands in."""
         setup, refit = self._updating("write")
-        for storage in setup.trace.loader.feeds[tensor]:
-            layer = storage.rpartition(".")[0]
+        for layer in setup.layers_of[tensor]:
             if setup.modes[layer].mode is WriteMode.LIVE or layer in self._layers.open_layers:
                 continue
             if layer in refit.processed:
@@ -240,13 +240,16 @@ class VllmTarget:
             self._layers.open(layer, setup.trace.loader)
             self.peak_extra_bytes = max(self.peak_extra_bytes, self._layers.open_nbytes)
 
-    def _close_complete(self) -> None:
-        """Process every open layer whose tensors have all arrived."""
-        setup, refit = self._updating("close")
-        for layer in self._layers.open_layers:
-            if setup.tensors_of_layer[layer] - setup.trace.loader.tied.keys() <= refit.arrived:
-                self._layers.close(layer)
-                refit.processed.add(layer)
+    def _arrived(self, tensors: Iterable[str]) -> None:
+        """Note that these are in place, and process the packed layers that now lack nothing."""
+        setup, refit = self._updating("write")
+        for tensor in tensors:
+            refit.arrived.add(tensor)
+            for layer in setup.layers_of[tensor]:
+                refit.lacking[layer].discard(tensor)
+                if not refit.lacking[layer] and layer in self._layers.open_layers:
+                    self._layers.close(layer)
+                    refit.processed.add(layer)
 
     def _ready(self) -> _Setup:
         if self._setup is None:

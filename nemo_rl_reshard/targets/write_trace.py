@@ -115,7 +115,7 @@ class WriteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Note what `func` reads and writes, and carry it out unless it writes into a destination."""
         kwargs = dict(kwargs or {})
-        if func is _aten._local_scalar_dense.default and self._known(args[0]):
+        if func is _aten._local_scalar_dense.default and args[0].is_meta and self._known(args[0]):
             self._scalar = self._made_of(args[0])
             return 1.0 if args[0].is_floating_point() else 1
         written = written_argument(func, args, kwargs)
