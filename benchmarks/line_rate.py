@@ -75,8 +75,8 @@ def rank_body(rank: int, address: tuple[str, int], token: bytes, options: argpar
         return lambda: pending.wait(deadline)
 
     seconds: dict[str, list[float]] = {"bare": [], "ours": []}
-    for _ in range(1 + options.repeats):
-        for name, start in (("bare", bare), ("ours", ours)):
+    for turn in range(1 + options.repeats):
+        for name, start in (("ours", ours), ("bare", bare)) if turn % 2 else (("bare", bare), ("ours", ours)):
             deadline = Deadline.after(TIMEOUT_S)
             dist.barrier()
             begun = time.perf_counter()
