@@ -82,7 +82,7 @@ class ExplicitTarget(_ExplicitEndpoint):
         """See `Target.begin`."""
         if self._is_open:
             raise TargetError("the target is already open: the last refit was neither finished nor abandoned")
-        self._is_open, self.is_usable = True, False
+        self._is_open, self.is_usable, self.version = True, False, None
         self.done, self.loaded = [], []
 
     def tensor_done(self, tensor: str) -> None:
@@ -107,4 +107,4 @@ class ExplicitTarget(_ExplicitEndpoint):
 
     def abandon(self) -> None:
         """See `Target.abandon`."""
-        self._is_open, self.is_usable = False, False
+        self._is_open, self.is_usable, self.version = False, False, None

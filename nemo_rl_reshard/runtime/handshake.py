@@ -1,101 +1,85 @@
-"""Agreement of all ranks through the refit's store: everyone says the same, or everyone learns who said what."""
+"""Agreement of all ranks of a refit world: everyone says the same, or everyone learns who said what."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
-from nemo_rl_reshard.errors import HandshakeError, RefitAbortedError, ReshardError, TransportTimeoutError
+from nemo_rl_reshard.errors import HandshakeError, TransportTimeoutError
 from nemo_rl_reshard.transport.deadline import Deadline
+from nemo_rl_reshard.transport.protocol import Transport
 
 Statement = Mapping[str, Any]
 """Field -> plain value, compared for equality across ranks."""
 
-_SLICE_S = 0.1
-"""Longest wait on a store that cannot be woken by a call-off."""
-
-_CALLED_OFF = "called_off"
+_DIGEST_BYTES = 16
 
 
 class Agreement:
     """One rank's seat in the agreements of one generation of a refit world.
 
-    Ranks meet in the same order everywhere; each meeting has a number of its own, so nothing said earlier counts.
-    Rank 0 compares and publishes the verdict: every rank writes one key and reads one, whatever the world's size.
+    Ranks meet in the same order everywhere. A meeting is one small collective of digests; only when they differ, or
+    somebody stays away, do the ranks turn to the store to learn who said what. That keeps a meeting short in a large
+    world, and it also proves the transport before the first weight moves.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, generation: int) -> None:
+    def __init__(self, transport: Transport, store: Store, generation: int) -> None:
+        self._transport = transport
         self._store = store
-        self._rank = rank
-        self._size = size
         self._namespace = f"agreement/{generation}"
         self._meeting = 0
-        self._previous: str | None = None
-
-    def call_off(self, reason: str) -> None:
-        """Tell ranks that wait in an agreement that this rank failed. The first reason wins. Never raises."""
-        with suppress(RuntimeError, ReshardError):  # the store is gone, and with it everyone who could read this
-            if not self._store.check([self._key(_CALLED_OFF)]):
-                self._store.set(self._key(_CALLED_OFF), json.dumps([self._rank, reason]))
 
     def reach(self, topic: str, statement: Statement, deadline: Deadline) -> None:
         """Return once all ranks made an equal statement.
 
         Raises HandshakeError naming every field that differs, with the ranks behind each value;
-        TransportTimeoutError naming the ranks that said nothing; RefitAbortedError if one called it off.
+        TransportTimeoutError naming the ranks that did not come; RefitAbortedError if one called the refit off.
         """
-        prefix = self._key(f"{self._meeting}")
-        self._store.set(f"{prefix}/{self._rank}", json.dumps(statement, sort_keys=True))
-        if self._rank == 0:
-            keys = [f"{prefix}/{rank}" for rank in range(self._size)]
-            self._wait_for(keys, f"agreement on {topic}", deadline)
-            statements = [json.loads(self._store.get(key)) for key in keys]
-            self._store.set(f"{prefix}/verdict", json.dumps(differences(statements)))
-        self._wait_for([f"{prefix}/verdict"], f"agreement on {topic}", deadline)
-        faults = json.loads(self._store.get(f"{prefix}/verdict"))
-        self._forget_previous(prefix)
-        if faults:
-            raise HandshakeError("\n  - ".join([f"the ranks do not agree on {topic}", *faults]))
+        size = self._transport.size
+        self._meeting += 1
+        self._store.set(self._present(self._transport.rank), str(self._meeting))
+        said = json.dumps(statement, sort_keys=True)
+        digest = hashlib.blake2b(said.encode(), digest_size=_DIGEST_BYTES).digest()
+        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        everyone = torch.empty(size * _DIGEST_BYTES, dtype=torch.uint8)
+        try:
+            self._transport.all_gather(everyone, own, tuple(range(size))).wait(deadline)
+        except TransportTimeoutError as fault:
+            raise self._timed_out(topic, deadline) from fault
+        if everyone.numpy().tobytes() != digest * size:
+            self._explain(topic, said, deadline)
 
-    def _wait_for(self, keys: Sequence[str], what: str, deadline: Deadline) -> None:
-        """Wait in slices, so that a rank that failed elsewhere is heard on any store."""
-        while True:
-            try:
-                self._store.wait(list(keys), timedelta(seconds=max(0.001, min(_SLICE_S, deadline.remaining_s()))))
-            except (TransportTimeoutError, DistStoreError, RuntimeError) as fault:
-                if isinstance(fault, ReshardError) and not isinstance(fault, TransportTimeoutError):
-                    raise
-            else:
-                return
-            if self._store.check([self._key(_CALLED_OFF)]):
-                rank, reason = json.loads(self._store.get(self._key(_CALLED_OFF)))
-                raise RefitAbortedError(f"rank {rank} called the refit off: {reason}")
-            if deadline.remaining_s() == 0:
-                raise self._timed_out(keys, what, deadline)
+    def _explain(self, topic: str, said: str, deadline: Deadline) -> None:
+        """Read what every rank said and raise HandshakeError."""
+        prefix = f"{self._namespace}/{self._meeting}"
+        keys = [f"{prefix}/{rank}" for rank in range(self._transport.size)]
+        self._store.set(keys[self._transport.rank], said)
+        try:
+            self._store.wait(keys, timedelta(seconds=max(0.001, deadline.remaining_s())))
+        except DistStoreError as fault:  # torch's own stores; ours raises what we raise
+            raise self._timed_out(topic, deadline) from fault
+        faults = differences([json.loads(self._store.get(key)) for key in keys])
+        raise HandshakeError("\n  - ".join([f"the ranks do not agree on {topic}; no byte was moved", *faults]))
 
-    def _timed_out(self, keys: Sequence[str], what: str, deadline: Deadline) -> TransportTimeoutError:
-        silent = [key.rsplit("/", 1)[1] for key in keys if not self._store.check([key])]
-        absent = "rank 0" if silent == ["verdict"] else f"ranks {', '.join(silent)}"
+    def _timed_out(self, topic: str, deadline: Deadline) -> TransportTimeoutError:
+        absent = [rank for rank in range(self._transport.size) if not self._came(rank)]
         return TransportTimeoutError(
-            f"rank {self._rank}: {what} passed its deadline of {deadline.budget_s:g} s; nothing from {absent}"
+            f"rank {self._transport.rank}: agreeing on {topic} passed its deadline of {deadline.budget_s:g} s; "
+            f"ranks {absent} did not come"
         )
 
-    def _forget_previous(self, prefix: str) -> None:
-        """Everyone that reads this verdict is past the previous meeting, so its keys are of no more use."""
-        self._meeting += 1
-        if self._previous is not None:
-            self._store.delete_key(f"{self._previous}/{self._rank}")
-            if self._rank == 0:
-                self._store.delete_key(f"{self._previous}/verdict")
-        self._previous = prefix
+    def _came(self, rank: int) -> bool:
+        key = self._present(rank)
+        return bool(self._store.check([key])) and int(self._store.get(key)) >= self._meeting
 
-    def _key(self, name: str) -> str:
-        return f"{self._namespace}/{name}"
+    def _present(self, rank: int) -> str:
+        return f"{self._namespace}/present/{rank}"
 
 
 def differences(statements: Sequence[Statement]) -> list[str]:

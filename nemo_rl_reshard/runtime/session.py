@@ -150,7 +150,7 @@ class RankSession:
         except BaseException as error:
             self._fail(error)
             raise
-        self._joined = _Joined(joining, seat, Agreement(seat.store, joining.rank, joining.size, joining.generation))
+        self._joined = _Joined(joining, seat, Agreement(seat.transport, seat.store, joining.generation))
         self._first_cause = None
         self._state = SessionState.DECLARED
         if self._assignment is not None and self._assignment.num_ranks == joining.size:
@@ -268,7 +268,6 @@ class RankSession:
         self._state = SessionState.FAILED
         reason = f"rank {self.rank}: {type(error).__name__}: {error}"
         if self._joined is not None:
-            self._joined.agreement.call_off(reason)
             with suppress(ReshardError):
                 self._joined.seat.transport.abort(reason)
 

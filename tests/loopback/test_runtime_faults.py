@@ -193,7 +193,7 @@ def test_a_rank_that_never_comes_is_named(over: str) -> None:
         outcomes = world.outcomes(2, deadline_s=0.5)
         assert isinstance(outcomes[1], StateError)
         assert "declared" in str(outcomes[1])
-        assert "ranks 1" in str(outcomes[0])
+        assert any("ranks [1] did not come" in str(outcome) for outcome in outcomes.values())
         assert all(isinstance(outcomes[rank], TransportError) for rank in outcomes if rank != 1)
         # Nothing was opened, so the engines still serve what they had.
         assert all(each.target.is_usable for each in world.live.values() if each.target is not None)

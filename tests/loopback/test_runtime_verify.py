@@ -34,12 +34,16 @@ class _Altered:
 
 
 class _Flipping:
-    """Flips a bit in what its rank receives: in the n-th message, or in the first collective of a kind."""
+    """Flips a bit in the first message, or collective of a kind, that its rank receives.
+
+    The first gather is that of the agreement and is left alone.
+    """
 
     def __init__(self, inner: Transport, where: str) -> None:
         self.rank, self.size = inner.rank, inner.size
         self._inner = inner
         self._where = where
+        self._skips = 1 if where == "all_gather" else 0
 
     def send(self, buffer: Tensor, dst: int) -> Pending:
         return self._inner.send(buffer, dst)
@@ -61,6 +65,9 @@ class _Flipping:
 
     def _alter(self, call: str, pending: Pending, buffer: Tensor) -> Pending:
         if call != self._where:
+            return pending
+        if self._skips:
+            self._skips -= 1
             return pending
         self._where = "done"
 
