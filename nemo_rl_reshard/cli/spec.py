@@ -90,6 +90,7 @@ class _Tensors:
         self._faults = faults
         self._names: set[str] = set()
         self._sound: list[tuple[TensorSpec, TensorLayout, TensorLayout]] = []
+        self._seen_sides: dict[tuple[str, tuple[int, ...] | None, str], TensorLayout] = {}
         self._seen_layouts: dict[TensorLayout, TensorLayout] = {}
 
     def read(self, plain: Any, index: int) -> None:
@@ -119,12 +120,20 @@ class _Tensors:
         if fields.lacks(key, "ranks and placements, or shards"):
             return None
         plain = fields.plain[key]
+        # Thousands of tensors share a few layouts; a side that was in order once is not read again.
+        known_as = (key, shape, repr(plain))
+        if known_as in self._seen_sides:
+            return self._seen_sides[known_as]
         ranks = self.sources if key == "source" else self.targets
         for rank in _ranks_named(plain):
             ranks.setdefault(rank, fields.place)
         layout = read_side(plain, f"{fields.place}: {key}", shape, self._faults)
+        if layout is None:
+            return None
         # Equal layouts are one object, so that whatever is worked out for one of them is found again by identity.
-        return None if layout is None else self._seen_layouts.setdefault(layout, layout)
+        layout = self._seen_layouts.setdefault(layout, layout)
+        self._seen_sides[known_as] = layout
+        return layout
 
     def check_disjoint(self) -> None:
         """Note every rank that is on both sides."""
