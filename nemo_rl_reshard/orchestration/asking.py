@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.orchestration.outcome import DIED, SILENT, Fault, Outcome
@@ -56,7 +56,7 @@ def ask(
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=left_s)
         for reference in ready:
             first, member = waiting.pop(reference)
-            found, lost = _read(reference, first, member, max(0.0, end_s - time.monotonic()))
+            found, lost = _read(reference, first, member, max(1.0, end_s - time.monotonic()))
             answers.outcomes += found
             if lost:
                 answers.lost.add(member.name)
@@ -79,6 +79,9 @@ def _read(reference: ray.ObjectRef[Any], first: int, member: Member, timeout_s: 
     """Outcomes behind a reference that is ready, and whether the member is lost."""
     try:
         plain: Sequence[Mapping[str, Any]] = ray.get(reference, timeout=timeout_s)
+    except GetTimeoutError:
+        # Answered, but the answer did not cross the cluster in time.
+        return _same(first, member, Fault(SILENT, "its answer could not be fetched in time")), True
     except RayTaskError as error:
         # The actor lives, but something outside the ranks' own operations raised.
         return _same(first, member, Fault(type(error.cause).__name__, str(error.cause))), False

@@ -12,7 +12,7 @@ from nemo_rl_reshard.orchestration.asking import Answers, ask
 from nemo_rl_reshard.orchestration.first_cause import refit_error
 from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.orchestration.plan_book import PlanBook, Planned, source_catalog
-from nemo_rl_reshard.orchestration.world import Seating, WorldHost
+from nemo_rl_reshard.orchestration.world import Seating, WorldHost, check_reachable
 from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.runtime.order import RefitOrder, VerifyMode
 from nemo_rl_reshard.runtime.report import RefitReport
@@ -61,7 +61,8 @@ class RefitController:
 
         Returns at the latest `deadline_s + grace_s` after the ranks were asked, set-up apart. Raises one RefitError
         naming every failing rank; afterwards no engine serves until a refit succeeds. Raises StateError while lost
-        members are not replaced, DeclarationError or PlanError if the sides do not fit.
+        members are not replaced, DeclarationError or PlanError if the sides do not fit, ConfigError if ranks on other
+        hosts could not reach the configured one.
         """
         backend = backend or self._config.backend
         start_s = time.perf_counter()
@@ -117,6 +118,7 @@ class RefitController:
         specs = [[spec.name, list(spec.shape), spec.dtype] for spec in source.specs.values()]
         engines = self._declare(Side.INFERENCE, specs)
         hosts = {outcome.rank: outcome.value["host"] for outcome in [*trainers.outcomes, *engines.outcomes]}
+        check_reachable(self._config.host, hosts.values())
         self._book.declare(source, [outcome.value["manifest"] for outcome in engines.outcomes], hosts)
         self._generation += 1
         self._world = WorldHost(self._seating, self._config.host, self._generation, self._config.deadline_s)

@@ -22,12 +22,5 @@ class ReshardTrainer:
 
     def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Perform one operation of the controller; plain argument in, plain outcome out."""
-        return perform_on_trainer(self, operation, arguments)
-
-
-def perform_on_trainer(
-    trainer: ReshardTrainer, operation: str, arguments: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """`ReshardTrainer.reshard` as a function of the actor instance, for actors whose class cannot be changed."""
-    (argument,) = arguments
-    return [perform(trainer, Side.TRAINER, trainer.reshard_source, operation, argument)]
+        (argument,) = arguments
+        return [perform(self, Side.TRAINER, self.reshard_source, operation, argument)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any
 
-from nemo_rl_reshard.errors import DeclarationError, FaultList
+from nemo_rl_reshard.errors import ConfigError, DeclarationError, FaultList, ReshardError
 from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.transport.abort_watcher import abort_key
@@ -89,12 +91,30 @@ class WorldHost:
 
         Reaches ranks whose actor is blocked, since it travels through the store.
         """
-        store = RendezvousStore(self._server.address, self._token, timeout_s=_CALL_OFF_S)
-        try:
+        # If this fails the ranks still have their deadlines, and the caller has a failure to report already.
+        with suppress(ReshardError), closing(self._connect()) as store:
             store.compare_set(abort_key(self.generation), "", reason)
-        finally:
-            store.close()
 
     def close(self) -> None:
         """Stop listening; ranks that still wait there are woken with an error. Safe to call twice."""
         self._server.close()
+
+    def _connect(self) -> RendezvousStore:
+        return RendezvousStore(self._server.address, self._token, timeout_s=_CALL_OFF_S)
+
+
+def check_reachable(host: str, hosts: Iterable[str]) -> None:
+    """Raise ConfigError if ranks run on several `hosts` and the rendezvous would listen where only one reaches it."""
+    several = sorted(set(hosts))
+    if len(several) > 1 and _is_loopback(host):
+        raise ConfigError(
+            f"host: {host} is reached from one machine only, and the ranks run on {', '.join(several)}; give the "
+            "driver's address on the network that joins them"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

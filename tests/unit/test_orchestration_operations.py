@@ -10,7 +10,7 @@ import pytest
 from equipment.ray_light import SPECS, rows_of, whole
 
 from nemo_rl_reshard.layout import Region
-from nemo_rl_reshard.orchestration import trainer_actor, worker_extension
+from nemo_rl_reshard.orchestration import worker_extension
 from nemo_rl_reshard.orchestration.outcome import Outcome
 from nemo_rl_reshard.orchestration.rank_operations import OPERATIONS, SESSION_ATTRIBUTE, perform
 from nemo_rl_reshard.orchestration.served_ranks import ServedRanks
@@ -102,7 +102,6 @@ def test_b67_every_target_has_the_same_signatures(method):
 
 def test_b67_both_sides_and_both_ways_in_take_the_same_arguments():
     assert _parameters(ReshardTrainer.reshard) == _parameters(ServedRanks.reshard)
-    assert _parameters(ReshardTrainer.reshard)[1:] == _parameters(trainer_actor.perform_on_trainer)[1:]
     extension = worker_extension.ReshardWorkerExtension.reshard_perform
     assert _parameters(extension)[1:] == _parameters(worker_extension.perform_on_worker)[1:]
     for operation in set(OPERATIONS):

@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
-from nemo_rl_reshard.errors import DeclarationError, HandshakeError, RefitAbortedError
+from nemo_rl_reshard.errors import ConfigError, DeclarationError, HandshakeError, RefitAbortedError
 from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.orchestration.rank_operations import address_towards
-from nemo_rl_reshard.orchestration.world import Seating, WorldHost
+from nemo_rl_reshard.orchestration.world import Seating, WorldHost, check_reachable
 from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.transport.abort_watcher import abort_key
 from nemo_rl_reshard.transport.rendezvous import RendezvousStore
@@ -109,3 +109,11 @@ def test_calling_off_wakes_a_rank_that_is_blocked_and_the_first_reason_wins():
 
 def test_a_ranks_own_address_is_the_one_that_reaches_the_driver():
     assert address_towards("127.0.0.1:4242") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_ranks_on_other_hosts_need_an_address_they_can_reach(host):
+    check_reachable(host, ["a", "a"])
+    check_reachable("192.0.2.1", ["a", "b"])
+    with pytest.raises(ConfigError, match=r"the ranks run on a, b"):
+        check_reachable(host, ["b", "a", "b"])
