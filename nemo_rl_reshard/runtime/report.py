@@ -13,7 +13,7 @@ from nemo_rl_reshard.topology import Link
 
 
 class Phase(StrEnum):
-    """Where a rank's time goes. A rank works on one phase at a time, so the phases of a rank add up to its refit."""
+    """Where a rank's time goes. A rank works on one phase at a time, so they add up to its refit and its set-up."""
 
     DECLARE = "declare"
     PACK = "pack"
@@ -36,9 +36,9 @@ def _no_bytes() -> dict[str, int]:
 class RankReport:
     """One rank's refit. Seconds by phase; bytes by link, leftovers apart.
 
-    `declare` counts declaring, connecting and agreeing; `pack` packing, casting, unpacking and local copies;
-    `network` and `exchange` waiting for messages between and inside domains. `peak_extra_bytes` is the most memory
-    that the refit held beside the weights.
+    `declare` counts agreeing, and the declaring and connecting before this refit, which `seconds` leaves out; `pack`
+    packing, casting, unpacking and local copies; `network` and `exchange` waiting for messages between and inside
+    domains. `peak_extra_bytes` is the most memory that the refit held beside the weights.
     """
 
     rank: int
