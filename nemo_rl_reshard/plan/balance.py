@@ -14,6 +14,7 @@ from nemo_rl_reshard.plan.plan import Move
 from nemo_rl_reshard.topology import Link
 
 _MOST_VARIANTS = 24  # divisible by 2, 3, 4, 6, 8 and 12 replicas
+_MOST_DEMANDS = 1024  # of all variants of a template together, unless replicas need more to take turns
 _SMALL_BYTES = 1 << 20  # a piece below this gains nothing from being shared
 
 
@@ -42,7 +43,11 @@ class Choice:
             ways = lcm(ways, *((len(demand.near),) if demand.near else (len(demand.holders), len(demand.needers))))
             if ways > _MOST_VARIANTS:
                 return min(_MOST_VARIANTS, self.num_tensors)
-        return 1 if ways == 1 else min(_MOST_VARIANTS // ways * ways, self.num_tensors)
+        if ways == 1:
+            return 1
+        # At cluster scale every tensor spreads over many ranks itself, so a few variants share evenly.
+        most = min(_MOST_VARIANTS, max(ways, _MOST_DEMANDS // len(self.demands)))
+        return min(most // ways * ways, self.num_tensors)
 
 
 def share(demands: Sequence[Demand], item_size: int, num_tensors: int, bucket_bytes: int) -> tuple[Demand, ...]:
