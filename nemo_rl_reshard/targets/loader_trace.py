@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -16,7 +17,9 @@ from nemo_rl_reshard.params.dtype import ITEM_SIZE
 from nemo_rl_reshard.params.shard import LocalShard, StorageView
 from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.targets.trace_geometry import Strided, describe_copy, locate
-from nemo_rl_reshard.targets.write_trace import CopyRecord, Writes, WriteTrace
+from nemo_rl_reshard.targets.write_trace import Writes, WriteTrace
+
+_NAMED = 4  # tensors named in a fault that many may share
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], "set[str] | None"]
 
@@ -78,31 +81,20 @@ def trace_loader(
     faults.extend(f"{name}: refused by the loader: {why}" for name, why in refused.items() if not optional(name))
     shapes = {spec.name: spec.shape for spec in specs}
     indirect, groups, computed = _computed(writes)
-    placed: dict[str, list[_Placed]] = defaultdict(list)
-    for record in writes.copies:
-        shard = _shard(record, shapes[record.tensor])
-        if isinstance(shard, str):
-            indirect.setdefault(record.tensor, shard)
-            computed.add(record.storage)
-            continue
-        base = destinations[record.storage]
-        place = _Placed(shard, locate(tuple(base.shape), tuple(base.stride()), record.target))
-        if place not in placed[record.storage]:
-            placed[record.storage].append(place)
+    placed = _place(writes, shapes, destinations, indirect, computed)
     feeds = _feeds(writes)
     tied = {spec.name: aliases[spec.name] for spec in specs if spec.name in aliases and spec.name not in feeds}
     for name, storage in tied.items():
         indirect[name] = f"it is tied to parameter {storage}, which another tensor fills"
         feeds[name] = frozenset({storage})
     _check_claims(placed, indirect, faults)
-    padding = {
-        storage: tuple((record.target, record.value) for record in writes.fills if record.storage == storage)
-        for storage in dict.fromkeys(record.storage for record in writes.fills)
-    }
+    padding: dict[str, list[tuple[Strided, float]]] = defaultdict(list)
+    for fill in writes.fills:
+        padding[fill.storage].append((fill.target, fill.value))
     filled = {storage: sum(place.shard.region.numel for place in entries) for storage, entries in placed.items()}
     for name in must_cover:
         if name not in computed:
-            _check_cover(name, destinations[name], placed.get(name, []), padding.get(name, ()), faults)
+            _check_cover(name, destinations[name], placed.get(name, []), padding.get(name, []), faults)
     for name, storages in feeds.items():
         for storage in storages & (converted or {}).keys():
             indirect.setdefault(name, f"{storage} was converted to {destinations[storage].dtype} after loading")
@@ -110,9 +102,8 @@ def trace_loader(
     dtypes = _dtypes(specs, feeds, load_dtypes, indirect, faults)
     faults.raise_if_any()
     places: dict[str, list[LocalShard]] = defaultdict(list)
-    for entries in placed.values():
-        for place in entries:
-            places[place.shard.tensor].append(place.shard)
+    for place in chain.from_iterable(placed.values()):
+        places[place.shard.tensor].append(place.shard)
     return LoaderTrace(
         places={name: tuple(sorted(found)) for name, found in places.items()},
         indirect=indirect,
@@ -120,7 +111,7 @@ def trace_loader(
         feeds=feeds,
         groups=groups,
         computed=frozenset(computed),
-        padding=padding,
+        padding={storage: tuple(fills) for storage, fills in padding.items()},
         partial=frozenset(name for name, count in filled.items() if count < destinations[name].numel()),
         tied=tied,
         skipped=refused,
@@ -158,12 +149,26 @@ def _run(
     return trace.writes, {}
 
 
-def _shard(record: CopyRecord, shape: tuple[int, ...]) -> LocalShard | str:
-    copy = describe_copy(shape, record.source, record.target)
-    if isinstance(copy, str):
-        return copy
-    view = StorageView(record.storage, copy.target.offset, copy.region.extent, copy.target.stride)
-    return LocalShard(record.tensor, copy.region, view)
+def _place(
+    writes: Writes,
+    shapes: Mapping[str, tuple[int, ...]],
+    destinations: Mapping[str, torch.Tensor],
+    indirect: dict[str, str],
+    computed: set[str],
+) -> dict[str, list[_Placed]]:
+    """Copies that are boxes, per parameter, each once; of the others the tensor becomes indirect."""
+    placed: dict[str, dict[_Placed, None]] = defaultdict(dict)
+    for record in writes.copies:
+        copy = describe_copy(shapes[record.tensor], record.source, record.target)
+        if isinstance(copy, str):
+            indirect.setdefault(record.tensor, f"{copy}, into {record.storage}")
+            computed.add(record.storage)
+            continue
+        view = StorageView(record.storage, copy.target.offset, copy.region.extent, copy.target.stride)
+        base = destinations[record.storage]
+        box = locate(tuple(base.shape), tuple(base.stride()), record.target)
+        placed[record.storage][_Placed(LocalShard(record.tensor, copy.region, view), box)] = None
+    return {storage: list(entries) for storage, entries in placed.items()}
 
 
 def _computed(writes: Writes) -> tuple[dict[str, str], tuple[frozenset[str], ...], set[str]]:
@@ -216,7 +221,8 @@ def _check_claims(placed: Mapping[str, list[_Placed]], indirect: dict[str, str],
             {place.shard.tensor for place in entries if place.box and any(place.box.intersect(r) for r in twice)}
         )
         if len(names) > 1:
-            faults.add(f"parameter {storage}: {' and '.join(names)} claim the same elements; send one of them")
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            faults.add(f"parameter {storage}: {' and '.join(names[:_NAMED])}{more} claim the same elements; send one")
         else:
             indirect.setdefault(names[0], f"it is written more than once, into {storage}")
 
@@ -225,7 +231,7 @@ def _check_cover(
     name: str,
     tensor: torch.Tensor,
     placed: list[_Placed],
-    padding: tuple[tuple[Strided, float], ...],
+    padding: list[tuple[Strided, float]],
     faults: FaultList,
 ) -> None:
     covered = sum(place.shard.region.numel for place in placed)
