@@ -16,15 +16,25 @@ from nemo_rl_reshard.orchestration.outcome import DIED, SILENT, Fault, Outcome
 
 @dataclass
 class Answers:
-    """Outcome of every rank, ascending, and the members that can take no further call: dead, or still blocked."""
+    """Outcome of every rank, ascending; and by name the members of which a rank is dead, or did not answer."""
 
     outcomes: list[Outcome] = field(default_factory=list)
-    lost: set[str] = field(default_factory=set)
+    dead: set[str] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
 
     @property
     def failed(self) -> bool:
         """Whether any rank has a fault."""
         return any(outcome.fault is not None for outcome in self.outcomes)
+
+    def add(self, member: Member, outcomes: Sequence[Outcome]) -> None:
+        """Take what the ranks of `member` answered, or what is answered for them."""
+        self.outcomes += outcomes
+        kinds = {outcome.fault.kind for outcome in outcomes if outcome.fault is not None}
+        if DIED in kinds:
+            self.dead.add(member.name)
+        if SILENT in kinds:
+            self.silent.add(member.name)
 
 
 def ask(
@@ -56,10 +66,7 @@ def ask(
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=left_s)
         for reference in ready:
             first, member = waiting.pop(reference)
-            found, lost = _read(reference, first, member, max(1.0, end_s - time.monotonic()))
-            answers.outcomes += found
-            if lost:
-                answers.lost.add(member.name)
+            answers.add(member, _read(reference, first, member, max(1.0, end_s - time.monotonic())))
         if answers.failed and not called_off:
             called_off = True
             end_s = min(end_s, time.monotonic() + grace_s)
@@ -67,33 +74,31 @@ def ask(
                 fault = next(outcome for outcome in answers.outcomes if outcome.fault is not None)
                 call_off(f"rank {fault.rank} failed in {operation}: {fault.fault}")
     for first, member in waiting.values():
-        answers.lost.add(member.name)
-        answers.outcomes += _same(first, member, Fault(SILENT, f"gave no answer to {operation}; it has to be replaced"))
+        answers.add(member, _same(first, member, Fault(SILENT, f"gave no answer to {operation}")))
     if waiting and not called_off and call_off is not None:
         call_off(f"{', '.join(member.name for _, member in waiting.values())} gave no answer to {operation}")
     answers.outcomes.sort(key=lambda outcome: outcome.rank)
     return answers
 
 
-def _read(reference: ray.ObjectRef[Any], first: int, member: Member, timeout_s: float) -> tuple[list[Outcome], bool]:
-    """Outcomes behind a reference that is ready, and whether the member is lost."""
+def _read(reference: ray.ObjectRef[Any], first: int, member: Member, timeout_s: float) -> list[Outcome]:
+    """Outcomes behind a reference that is ready."""
     try:
         plain: Sequence[Mapping[str, Any]] = ray.get(reference, timeout=timeout_s)
     except GetTimeoutError:
         # Answered, but the answer did not cross the cluster in time.
-        return _same(first, member, Fault(SILENT, "its answer could not be fetched in time")), True
+        return _same(first, member, Fault(SILENT, "its answer could not be fetched in time"))
     except RayTaskError as error:
         # The actor lives, but something outside the ranks' own operations raised.
-        return _same(first, member, Fault(type(error.cause).__name__, str(error.cause))), False
+        return _same(first, member, Fault(type(error.cause).__name__, str(error.cause)))
     except RayError as error:
-        return _same(first, member, Fault(DIED, f"its actor is gone: {_first_line(error)}")), True
+        return _same(first, member, Fault(DIED, f"its actor is gone: {_first_line(error)}"))
     found = [Outcome.from_plain(answer) for answer in plain]
     if [outcome.rank for outcome in found] != list(range(first, first + member.num_ranks)):
         odd = [outcome.rank for outcome in found]
         fault = Fault("HandshakeError", f"answered for ranks {odd}, asked for {member.num_ranks} from {first} on")
-        return _same(first, member, fault), False
-    # An engine that lost one of its workers answers for itself, once.
-    return found, any(outcome.fault is not None and outcome.fault.kind == DIED for outcome in found)
+        return _same(first, member, fault)
+    return found
 
 
 def _same(first: int, member: Member, fault: Fault) -> list[Outcome]:

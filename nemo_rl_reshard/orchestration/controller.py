@@ -34,6 +34,7 @@ class RefitController:
         self._world: WorldHost | None = None
         self._generation = 0
         self._adopted: str | None = None
+        self._joined: dict[int, Member] = {}
         self._lost: set[str] = set()
 
     @property
@@ -126,6 +127,7 @@ class RefitController:
         self._ask("connect", lambda _: {"world": world}, self._config.deadline_s)
 
     def _declare(self, side: Side, specs: list[list[Any]] | None) -> Answers:
+        self._joined |= self._seating.side(side)
         common = {"specs": specs, "num_trainers": self._seating.num_trainers}
         return self._ask("declare", lambda _: common, self._config.setup_s, side)
 
@@ -154,7 +156,7 @@ class RefitController:
             grace_s=self._config.grace_s,
             call_off=None if self._world is None else self._world.call_off,
         )
-        self._lost |= answers.lost
+        self._lost |= answers.dead | answers.silent
         if answers.failed:
             error = refit_error(operation, answers.outcomes, self._seating.rank_names())
             self._tear_down(failure=str(error))
@@ -163,15 +165,17 @@ class RefitController:
 
     def _tear_down(self, failure: str | None) -> None:
         """Have every member that can still answer leave the world; after a `failure`, engines stop serving."""
-        reachable = {first: each for first, each in self._seating.members.items() if each.name not in self._lost}
+        asked = self._seating.members if failure is not None else self._joined
         answers = ask(
-            reachable,
+            {first: member for first, member in asked.items() if member.name not in self._lost},
             "close",
             lambda _: {"failure": failure},
             deadline_s=self._config.grace_s,
             grace_s=self._config.grace_s,
         )
-        self._lost |= answers.lost
+        # A member that is busy with its own work, or still starting, leaves later: that is no reason to replace it.
+        self._lost |= answers.dead
+        self._joined = {}
         self._adopted = None
         if self._world is not None:
             self._world.close()

@@ -17,6 +17,11 @@ from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.runtime.endpoint import Source, Target
 from nemo_rl_reshard.runtime.session import RankSession
 
+SESSION_ATTRIBUTE = "_reshard_session"
+OPERATIONS = ("declare", "connect", "adopt", "refit", "close")
+
+MakeEnd = Callable[[int], Source | Target]
+
 
 @runtime_checkable
 class _Replicated(Protocol):
@@ -24,13 +29,6 @@ class _Replicated(Protocol):
 
     def replica_digests(self, *, num_trainers: int | None = None) -> tuple[Any, ...]:
         """Values with `to_plain`."""
-
-
-SESSION_ATTRIBUTE = "_reshard_session"
-OPERATIONS = ("declare", "connect", "adopt", "refit", "close")
-
-
-MakeEnd = Callable[[int], Source | Target]
 
 
 def perform(

@@ -29,12 +29,28 @@ def digests(worker: Any) -> dict[str, str]:
     }
 
 
+def load_afresh(worker: Any, folder: str) -> None:
+    """Have the engine's own loader cut the whole tensors of `folder`, over parameters that hold nothing any more."""
+    from safetensors.torch import load_file
+
+    model = worker.model_runner.get_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    model.load_weights(iter(load_file(Path(folder) / "model.safetensors").items()))
+
+
 class ReadableEngine(InferenceEngine):
     """An engine that shows what it holds; `may_generate` lets a fresh engine serve its checkpoint, as a reference."""
 
     def digests(self) -> list[dict[str, str]]:
         """Per worker, in rank order."""
         return self._llm.collective_rpc(digests)
+
+    def gathered_and_sliced(self, folder: str) -> list[dict[str, str]]:
+        """What `digests` would be had the engine loaded `folder`: its parameters are replaced."""
+        self._llm.collective_rpc(load_afresh, args=(folder,))
+        return self.digests()
 
     def serve_checkpoint(self) -> None:
         self.gate.publish(-1)
@@ -57,6 +73,9 @@ class EngineMember:
 
     def digests(self) -> list[dict[str, str]]:
         return ray.get(self.actor.digests.remote(), timeout=60)
+
+    def gathered_and_sliced(self, folder: Path) -> list[dict[str, str]]:
+        return ray.get(self.actor.gathered_and_sliced.remote(str(folder)), timeout=60)
 
     def version(self) -> int | None:
         return ray.get(self.actor.version.remote(), timeout=60)

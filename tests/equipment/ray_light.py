@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,6 +90,7 @@ class LightEngine(ServedRanks):
     def __init__(self, engine: int, name: str) -> None:
         super().__init__(name)
         torch.set_num_threads(1)
+        self._specs: tuple[TensorSpec, ...] = SPECS
         needs = {spec.name: need_of(spec, engine) for spec in SPECS}
         self._shards = {name: [(box, torch.full(box.extent, torch.nan))] for name, box in needs.items()}
         self._fault: Planned | None = None
@@ -101,6 +103,19 @@ class LightEngine(ServedRanks):
     def have_requests(self, *counts: int) -> None:
         """What the next idle checks find, one after the other; the last count stays."""
         self._unfinished = list(counts)
+
+    def want(self, tensor: str) -> None:
+        """Need one tensor more, of shape [2]."""
+        self._specs += (TensorSpec(tensor, (2,), "float32"),)
+        self._shards[tensor] = [(Region.whole((2,)), torch.full((2,), torch.nan))]
+
+    def work(self, seconds: float) -> None:
+        """Be busy with something that has nothing to do with refits."""
+        threading.Event().wait(seconds)
+
+    def threads(self) -> list[str]:
+        """Names of the refit's threads that live in this actor."""
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("refit-")]
 
     def generate(self) -> dict[str, torch.Tensor]:
         """Everything it holds; refused while it must not serve."""
@@ -119,7 +134,7 @@ class LightEngine(ServedRanks):
 
     def _end(self, rank: int) -> ExplicitTarget:
         fault, self._fault = self._fault, None
-        return with_fault(ExplicitTarget(SPECS, self._shards), fault)
+        return with_fault(ExplicitTarget(self._specs, self._shards), fault)
 
 
 class LightWorld:

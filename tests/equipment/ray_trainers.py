@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -70,11 +71,23 @@ class TinyTrainer(ReshardTrainer):
 class TrainerGroup:
     """The actors of one trainer world, started together from a checkpoint."""
 
-    def __init__(self, name: str, folder: Path, checkpoint: Path) -> None:
+    def __init__(self, folder: Path, checkpoint: Path) -> None:
+        self._folder = folder
+        self._num_starts = 0
+        self.actors: list[Any] = []
+        self.restart(checkpoint)
+
+    @property
+    def members(self) -> list[Member]:
+        return [Member(f"trainer {rank}", Side.TRAINER, 1, handle) for rank, handle in enumerate(self.actors)]
+
+    def restart(self, checkpoint: Path) -> None:
+        """Stop whoever still runs, and start all ranks from `checkpoint`."""
+        self.stop()
+        self._num_starts += 1
+        store = str(self._folder / f"store {self._num_starts}")
         actor = ray.remote(num_cpus=0)(TinyTrainer)
-        store = str(folder / f"{name}.store")
         self.actors = [actor.remote(rank, store, str(checkpoint)) for rank in range(DP * TP)]
-        self.members = [Member(f"{name} {rank}", Side.TRAINER, 1, handle) for rank, handle in enumerate(self.actors)]
 
     def train(self, step: int) -> list[float]:
         return ray.get([actor.train.remote(step) for actor in self.actors], timeout=60)

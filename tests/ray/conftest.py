@@ -50,7 +50,7 @@ def foreign_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trainer_group(cluster: None, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerGroup]:
-    group = TrainerGroup("trainer", tmp_path_factory.mktemp("stores"), checkpoint)
+    group = TrainerGroup(tmp_path_factory.mktemp("stores"), checkpoint)
     yield group
     group.stop()
 

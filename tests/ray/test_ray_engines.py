@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from nemo_rl_reshard.runtime.order import VerifyMode
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(600)]
 
+Save = Callable[[TrainerGroup], Path]
+
 DEADLINE_S, GRACE_S = 20.0, 15.0
 STRUCK = "model.layers.1.mlp.down_proj.weight"
 """A tensor late in the model: when its memory is asked for, others are already under way."""
@@ -32,12 +35,17 @@ def controller(trainer_group: TrainerGroup, engines: list[EngineMember]):
 
 
 @pytest.fixture(scope="module")
-def fresh(cluster: None, tmp_path_factory: pytest.TempPathFactory):
+def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
+    """Writes the trainers' gathered weights as a checkpoint; its folder."""
+    return lambda trainers: trainers.save(tmp_path_factory.mktemp("gathered") / "weights")
+
+
+@pytest.fixture(scope="module")
+def fresh(cluster: None, save: Save):
     """Digests and tokens of an engine freshly started from the trainers' gathered weights, with `tp` workers."""
 
     def start(trainers: TrainerGroup, tp: int) -> tuple[list[dict[str, str]], list[list[int]]]:
-        folder = trainers.save(tmp_path_factory.mktemp("gathered") / "weights")
-        engine = EngineMember("reference", folder, tp)
+        engine = EngineMember("reference", save(trainers), tp)
         try:
             ray.get(engine.actor.serve_checkpoint.remote(), timeout=200)
             return engine.digests(), engine.tokens()
@@ -84,7 +92,11 @@ def test_two_refits_equal_a_fresh_engine_with_either_backend(trainer_group, engi
 
 
 def test_b61_a_killed_inference_actor_is_replaced_and_the_next_refit_is_right(
-    trainer_group: TrainerGroup, engines: list[EngineMember], controller: RefitController, foreign_checkpoint: Path
+    trainer_group: TrainerGroup,
+    engines: list[EngineMember],
+    controller: RefitController,
+    foreign_checkpoint: Path,
+    save: Save,
 ):
     (process,) = ray.get(engines[0].actor.processes.remote())
     error = fail(trainer_group, controller, Planned("kill", STRUCK, pid=process["pid"]))
@@ -94,11 +106,15 @@ def test_b61_a_killed_inference_actor_is_replaced_and_the_next_refit_is_right(
         engines[1].tokens()
     engines[0] = EngineMember("engine 0", foreign_checkpoint, tp=1)
     controller.replace(engines[0].member)
-    refit_and_compare(trainer_group, engines, controller, 10)
+    refit_and_compare(trainer_group, engines, controller, save, 10)
 
 
 def test_b61_a_killed_worker_of_an_engine_is_named_and_its_engine_replaced(
-    trainer_group: TrainerGroup, engines: list[EngineMember], controller: RefitController, foreign_checkpoint: Path
+    trainer_group: TrainerGroup,
+    engines: list[EngineMember],
+    controller: RefitController,
+    foreign_checkpoint: Path,
+    save: Save,
 ):
     second = ray.get(engines[1].actor.processes.remote())[1]
     error = fail(trainer_group, controller, Planned("kill", STRUCK, pid=second["pid"]))
@@ -109,7 +125,24 @@ def test_b61_a_killed_worker_of_an_engine_is_named_and_its_engine_replaced(
     engines[1].stop()
     engines[1] = EngineMember("engine 1", foreign_checkpoint, tp=2)
     controller.replace(engines[1].member)
-    refit_and_compare(trainer_group, engines, controller, 20)
+    refit_and_compare(trainer_group, engines, controller, save, 20)
+
+
+def test_a_killed_trainer_group_restarts_from_its_checkpoint_and_the_next_refit_is_right(
+    trainer_group: TrainerGroup, engines: list[EngineMember], controller: RefitController, save: Save
+):
+    last = save(trainer_group)
+    num_plans = controller.num_plans
+    error = fail(trainer_group, controller, Planned("kill", STRUCK))
+    assert list(error.causes) == ["rank 1 (trainer 1)"]
+    assert controller.lost == {"trainer 1"}
+    trainer_group.restart(last)
+    controller.replace_trainers(trainer_group.members)
+    controller.refit(30, verify=VerifyMode.FULL)
+    for engine in engines:
+        assert engine.digests() == engine.gathered_and_sliced(last), engine.member.name
+    refit_and_compare(trainer_group, engines, controller, save, 31)
+    assert controller.num_plans == num_plans, "the restarted group declares the same layout: the plan is kept"
 
 
 def fail(trainers: TrainerGroup, controller: RefitController, fault: Planned) -> RefitError:
@@ -125,14 +158,14 @@ def fail(trainers: TrainerGroup, controller: RefitController, fault: Planned) ->
 
 
 def refit_and_compare(
-    trainers: TrainerGroup, engines: list[EngineMember], controller: RefitController, step: int
+    trainers: TrainerGroup, engines: list[EngineMember], controller: RefitController, save: Save, step: int
 ) -> None:
-    """Two refits after training; every engine then holds what full verification says the trainers do."""
+    """Two refits after training; every engine then holds what its own loader makes of the gathered weights."""
     for version in (step, step + 1):
         trainers.train(version)
         report = controller.refit(version, verify=VerifyMode.FULL)
         assert [engine.version() for engine in engines] == [version, version]
         assert sum(rank.num_verified for rank in report.ranks) > 0
-    one, two = (engine.digests() for engine in engines)
-    norm = "model.norm.weight"
-    assert one[0][norm] == two[0][norm] == two[1][norm]
+    gathered = save(trainers)
+    for engine in engines:
+        assert engine.digests() == engine.gathered_and_sliced(gathered), engine.member.name

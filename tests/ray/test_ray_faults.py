@@ -126,6 +126,17 @@ def test_two_ranks_that_fail_at_once_are_both_causes(light, controller):
     succeed(light, controller, 162)
 
 
+def test_a_member_busy_with_its_own_work_delays_a_new_world_and_is_not_lost(light):
+    controller = light.controller(deadline_s=DEADLINE_S, grace_s=1.0)
+    succeed(light, controller, 165)
+    working = light.engines[0].handle.work.remote(4.0)
+    controller.close()
+    assert controller.lost == frozenset()
+    succeed(light, controller, 166)
+    assert ray.get(working, timeout=10) is None
+    controller.close()
+
+
 def test_a_raise_while_declaring_is_one_error_before_any_world_stands(light, controller):
     light.arm(light.trainers[0], Planned("raise", "manifest"))
     light.fill(170)
