@@ -55,7 +55,13 @@ class LeftoverMover:
         self._gathers_here = self._is_root or (self._is_trainer and program.gather is Gather.EVERYWHERE)
         self._sets: list[_Buffers] = []
         self._digests = LeftoverDigests(lambda _tensor: False)
-        self.extra_bytes = 0
+        self._allocated_bytes = 0
+        self._kept_bytes = 0
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of buffers, and of those that the loader kept in the last run, at most all at once."""
+        return self._allocated_bytes + self._kept_bytes
 
     def run(self, deadline: Deadline, report: RankReport, verification: Verification) -> None:
         """Move all batches once. Raises what transport, source and target raise."""
@@ -63,6 +69,7 @@ class LeftoverMover:
         if not batches or not (self._is_trainer or self._is_receiver):
             return
         self._allocate()
+        self._kept_bytes = 0
         self._digests = LeftoverDigests(verification.picks)
         loaded: set[str] = set()
         gathering: list[Pending] = self._start_gather(0, report)
@@ -108,7 +115,7 @@ class LeftoverMover:
         num_sets = min(_SETS, len(self._program.batches))
         for _ in range(num_sets):
             self._sets.append(_Buffers(*(torch.empty(size, dtype=torch.uint8) for size in sizes)))
-        self.extra_bytes = sum(sizes) * num_sets
+        self._allocated_bytes = sum(sizes) * num_sets
 
     def _start_gather(self, index: int, report: RankReport) -> list[Pending]:
         """Pack this trainer's share of a batch and start bringing the shares together."""
@@ -182,6 +189,7 @@ class LeftoverMover:
         names = {name for name, _ in named}
         named.clear()
         if _is_shared(self._sets[turn].whole):
+            self._kept_bytes += self._sets[turn].whole.numel()
             self._sets[turn].whole = torch.empty_like(self._sets[turn].whole)
         return names
 

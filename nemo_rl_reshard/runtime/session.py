@@ -236,7 +236,10 @@ class RankSession:
             yield
         except BaseException as error:
             self._fail(error)  # first, so that nobody waits for an engine that is being put back
-            self._target.abandon()
+            try:
+                self._target.abandon()
+            except Exception as second:
+                error.add_note(f"abandoning the target failed too: {second!r}")
             raise
 
     def _get_ready(self, joined: _Joined, assignment: Assignment) -> None:

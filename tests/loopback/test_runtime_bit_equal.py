@@ -6,9 +6,12 @@ import pytest
 from equipment.layout_cases import LAYOUT_CASES, LayoutCase, layout_case
 from equipment.refit_worlds import ThreadWorld, mesh_layout, planned_ranks
 
+from nemo_rl_reshard.cli.spec import parse_spec
+from nemo_rl_reshard.cli.verify_spec import verify_spec
 from nemo_rl_reshard.layout import TensorLayout
 from nemo_rl_reshard.params.routing import RoutePolicy
 from nemo_rl_reshard.plan.plan import PlanOptions
+from nemo_rl_reshard.runtime.explicit import ExplicitTarget
 from nemo_rl_reshard.runtime.leftover_plan import Gather
 
 TINY = PlanOptions(bucket_bytes=64, message_bytes=16)
@@ -168,3 +171,47 @@ def test_each_byte_enters_a_domain_once() -> None:
         link: sum(report["bytes_received"][link] for report in reports.values()) for link in ("network", "fast")
     }
     assert received == {"network": nbytes, "fast": nbytes}
+
+
+@pytest.mark.parametrize("route", ["ffn", "all"])
+def test_ranks_that_are_on_both_sides(route: str) -> None:
+    """Colocated: local copies beside messages, a root that receives its own broadcast, a trainer that is no engine."""
+    sides = {
+        "source": {"ranks": [4, 1, 2], "placements": ["S(0)"]},
+        "target": {"ranks": [2, 7, 1], "placements": ["S(1)"]},
+    }
+    norm = {"source": sides["source"], "target": {"ranks": [2, 7, 1], "placements": ["R"]}}
+    spec = parse_spec(
+        {
+            "colocated": True,
+            "route": route,
+            "tensors": [
+                {"name": DENSE, "shape": [10, 9], "dtype": "float32", **sides},
+                {"name": "model.norm.weight", "shape": [2], "dtype": "bfloat16", **norm},
+            ],
+            "topology": {"domains": [[4, 1], [2, 7]]},
+            "bucket_bytes": 128,
+            "message_bytes": 32,
+        }
+    )
+    result = verify_spec(spec)
+    assert result.passed, result.differences
+    assert result.num_elements == 2 * (90 + 3 * 2)
+
+
+def test_verify_reports_every_element_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader that negates what it gets: the digests agree, the elements do not, and all of them are named."""
+    monkeypatch.setattr(
+        ExplicitTarget,
+        "load",
+        lambda target, named: [
+            (target.loaded.append(name), target.shards[name][0][1].copy_(-whole)) for name, whole in named
+        ],
+    )
+    side = {"source": {"ranks": [0], "placements": ["R"]}, "target": {"ranks": [1], "placements": ["R"]}}
+    spec = parse_spec({"tensors": [{"name": "model.norm.weight", "shape": [3], "dtype": "float32", **side}]})
+    result = verify_spec(spec)
+    assert not result.passed
+    assert result.num_differences == len(result.differences) == 6
+    assert result.differences[2].startswith("model.norm.weight: rank 1 has ")
+    assert " at (2,), the trainers hold " in result.differences[2]
