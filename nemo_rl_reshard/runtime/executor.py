@@ -33,13 +33,14 @@ class _InFlight:
     pending: Pending
     buffer: Tensor
     slot: int | None
-    forwards: bool
+    forwards: bool = False
 
 
 class _Lane:
     """One direction: the messages under way, oldest first, and the slots of those that are staged.
 
-    Slots are allocated when the first message needs one, so a rank whose messages all travel in place has none.
+    Slots are allocated when the first message needs one, so a rank whose messages all travel in place has none. Bytes
+    that go to several ranks are packed once: a message joins the slot of one under way that carries the same.
     """
 
     def __init__(self, messages: Sequence[Message], in_flight: int, bucket_bytes: int) -> None:
@@ -49,6 +50,8 @@ class _Lane:
         # One at least, even if a single message is more than a bucket.
         self._num_slots = max(1, min(in_flight, bucket_bytes // max(1, self._slot_bytes)))
         self._slots: StagingSlots | None = None
+        self._packed: dict[int, tuple[int, Tensor]] = {}
+        self._sharing: Counter[int] = Counter()
 
     @property
     def nbytes(self) -> int:
@@ -60,22 +63,37 @@ class _Lane:
         """Whether another message may start, staged or not."""
         return len(self.under_way) < self._in_flight and (self._slots is None or self._slots.has_free)
 
-    def take(self, nbytes: int) -> tuple[int, Tensor]:
-        """A slot's number and its first `nbytes` bytes."""
+    def take(self, nbytes: int, content: int | None = None) -> tuple[int, Tensor]:
+        """A slot's number and its first `nbytes` bytes, to be filled with `content`."""
         if self._slots is None:
             self._slots = StagingSlots(self._num_slots, self._slot_bytes)
-        return self._slots.take(nbytes)
+        slot, buffer = self._slots.take(nbytes)
+        self._sharing[slot] = 1
+        if content is not None:
+            self._packed[content] = (slot, buffer)
+        return slot, buffer
+
+    def share(self, content: int) -> tuple[int, Tensor] | None:
+        """The slot under way that already holds `content`, for another message; None if there is none."""
+        found = self._packed.get(content)
+        if found is not None:
+            self._sharing[found[0]] += 1
+        return found
 
     def start(self, flight: _InFlight) -> None:
         """Put a started message under way."""
         self.under_way.append(flight)
 
     def finish_oldest(self) -> None:
-        """Forget the oldest message and free its slot."""
-        flight = self.under_way.popleft()
-        if flight.slot is not None:
+        """Forget the oldest message, and free its slot if no other shares it."""
+        slot = self.under_way.popleft().slot
+        if slot is None:
+            return
+        self._sharing[slot] -= 1
+        if not self._sharing[slot]:
             assert self._slots is not None
-            self._slots.give_back(flight.slot)
+            self._slots.give_back(slot)
+            self._packed = {content: held for content, held in self._packed.items() if held[0] != slot}
 
 
 class Executor:
@@ -144,7 +162,7 @@ class Executor:
         report.num_messages += 1
         report.num_zero_copy += slot is None
         report.bytes_received[message.link] += message.nbytes
-        self._receiving.start(_InFlight(message, pending, buffer, slot, forwards=False))
+        self._receiving.start(_InFlight(message, pending, buffer, slot))
 
     def _landing(self, message: Message) -> tuple[Tensor, int | None]:
         """Where the bytes of `message` arrive: the target itself, or a staging slot."""
@@ -191,17 +209,21 @@ class Executor:
             self._count_down(message, report)
             return
         with report.timing(Phase.PACK):
-            buffer, slot = self._leaving(message, views)
+            buffer, slot = self._leaving(step, views)
         pending = self._transport.send(buffer, message.dst)
         report.num_messages += 1
         report.num_zero_copy += slot is None
         self._sending.start(_InFlight(message, pending, buffer, slot, step.forwards))
 
-    def _leaving(self, message: Message, views: Sequence[Tensor]) -> tuple[Tensor, int | None]:
-        """The bytes of `message`: live storage where that is what travels, else packed into a staging slot."""
+    def _leaving(self, step: Outgoing, views: Sequence[Tensor]) -> tuple[Tensor, int | None]:
+        """The bytes of a message: live storage where that is what travels, else packed into a staging slot."""
+        message = step.message
         if len(views) == 1 and is_plain(views[0], _torch_dtype(message.parts[0])):
             return wire_bytes(views[0]), None
-        slot, buffer = self._sending.take(message.nbytes)
+        packed = self._sending.share(step.content)
+        if packed is not None:
+            return packed[1], packed[0]
+        slot, buffer = self._sending.take(message.nbytes, step.content)
         start = 0
         for part, view in zip(message.parts, views, strict=True):
             pack(view, buffer[start : start + part.nbytes], _torch_dtype(part))

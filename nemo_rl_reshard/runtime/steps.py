@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from nemo_rl_reshard.errors import PlanError
 from nemo_rl_reshard.layout import Region
-from nemo_rl_reshard.plan.transfer import Message, RankProgram
+from nemo_rl_reshard.plan.transfer import Message, Part, RankProgram
 
 NOTHING = -1
 """As an order: waits for no message."""
@@ -20,12 +20,13 @@ class Outgoing:
     """A message that this rank starts: a send, or a local copy.
 
     `forwards` when the bytes were received in this refit: they are read from the target, once all receives up to
-    order `after` are complete.
+    order `after` are complete. Messages of equal `content` carry the same bytes, as replicas in different domains do.
     """
 
     message: Message
     forwards: bool
     after: int
+    content: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,14 @@ class Steps:
                 landing.setdefault(part.tensor, []).append((part.region, message.order))
                 uses[part.tensor] += 1
         outgoing = []
+        contents: dict[tuple[tuple[Part, ...], bool], int] = {}
         for message in program.messages:
             if message.src != program.rank:
                 continue
             holds = all(_inside(part.region, held.get(part.tensor, ())) for part in message.parts)
             after = NOTHING if holds else _last_needed(message, landing, program.rank)
-            outgoing.append(Outgoing(message, not holds, after))
+            content = contents.setdefault((message.parts, holds), len(contents))
+            outgoing.append(Outgoing(message, not holds, after, content))
             if not holds or message.dst == program.rank:
                 uses.update(part.tensor for part in message.parts)
         return cls(incoming, tuple(outgoing), uses)

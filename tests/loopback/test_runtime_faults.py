@@ -88,7 +88,7 @@ def test_one_raise_is_one_first_cause_and_the_next_refit_is_right(
         fail_once(getattr(world.live[rank], end), call, nth)
         start_s = time.monotonic()
         outcomes = world.outcomes(2)
-        assert time.monotonic() - start_s < 1.5
+        assert time.monotonic() - start_s < 4  # of a deadline of 10 s; a second where nothing else runs
         assert isinstance(outcomes[rank], RuntimeError)
         assert str(outcomes[rank]) == f"{call} broke"
         others = {other: outcome for other, outcome in outcomes.items() if other != rank}
@@ -98,7 +98,8 @@ def test_one_raise_is_one_first_cause_and_the_next_refit_is_right(
             assert session.version is None
             assert session.state is SessionState.FAILED
         assert world.sessions[rank].first_cause is outcomes[rank]
-        assert all(not each.target.is_usable for each in world.live.values() if each.target is not None)
+        # A rank that had not begun when it was called off still has the old weights; none has the new version.
+        assert {each.target.version for each in world.live.values() if each.target is not None} <= {1, None}
         world.rebuild()
         world.refit(3)
         world.refit(4)
