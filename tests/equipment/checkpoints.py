@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "shared": {
         "architectures": ["Qwen2MoeForCausalLM"],
         "model_type": "qwen2_moe",
-        "head_dim": 16,
+        "num_attention_heads": 2,
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 64,
         "num_experts": 4,
