@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 from nemo_rl_reshard.cli.spec_fields import Fields, is_whole, nearest
 from nemo_rl_reshard.errors import FaultList
-from nemo_rl_reshard.topology import Topology
-
-
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """Ranks per domain, and 10^9 bytes per second of one rank's links, one way."""
-
-    domain_size: int
-    network_gb_per_s: float
-    fast_gb_per_s: float
-
-
-PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {
-        "dgx-h100": Preset(domain_size=8, network_gb_per_s=50, fast_gb_per_s=450),
-        "dgx-h200": Preset(domain_size=8, network_gb_per_s=50, fast_gb_per_s=450),
-        "gb200-nvl72": Preset(domain_size=72, network_gb_per_s=50, fast_gb_per_s=900),
-        "gb300-nvl72": Preset(domain_size=72, network_gb_per_s=100, fast_gb_per_s=900),
-    }
-)
-"""Nominal vendor figures: one ConnectX-7 (400 Gb/s) or, on GB300, ConnectX-8 (800 Gb/s) per GPU; NVLink 4 or 5."""
+from nemo_rl_reshard.topology import MACHINES, Topology, from_preset
 
 _KEYS = (
     "preset",
@@ -55,19 +33,14 @@ def read_topology(plain: Any, sides: Sequence[Sequence[int]], faults: FaultList)
         faults.add(f"topology: must be a mapping with a preset or domains; got {plain!r}")
         return Topology()
     fields = Fields(plain, "topology", faults, _KEYS)
-    preset = None
-    if "preset" in fields:
-        preset = PRESETS.get(str(plain["preset"]))
-        if preset is None:
-            fields.fault(f"unknown preset {plain['preset']!r}; {nearest(str(plain['preset']), PRESETS)}", "preset")
-    domains: tuple[tuple[int, ...], ...] = ()
-    if "domains" in fields:
-        domains = _read_domains(fields)
-    elif preset is not None:
-        domains = _group(sides, preset.domain_size)
     nominal = Topology()
-    network = preset.network_gb_per_s if preset else nominal.network_bytes_per_s / 1e9
-    fast = preset.fast_gb_per_s if preset else nominal.fast_bytes_per_s / 1e9
+    if "preset" in fields:
+        name = str(plain["preset"])
+        if name in MACHINES:
+            nominal = from_preset(name, sides)
+        else:
+            fields.fault(f"unknown preset {plain['preset']!r}; {nearest(name, MACHINES)}", "preset")
+    domains = _read_domains(fields) if "domains" in fields else nominal.domains
     efficiency = fields.positive("wire_efficiency", nominal.wire_efficiency)
     if efficiency > 1:
         fields.fault(
@@ -75,8 +48,8 @@ def read_topology(plain: Any, sides: Sequence[Sequence[int]], faults: FaultList)
         )
     return Topology(
         domains=domains,
-        network_bytes_per_s=fields.positive("network_gb_per_s", network) * 1e9,
-        fast_bytes_per_s=fields.positive("fast_gb_per_s", fast) * 1e9,
+        network_bytes_per_s=fields.positive("network_gb_per_s", nominal.network_bytes_per_s / 1e9) * 1e9,
+        fast_bytes_per_s=fields.positive("fast_gb_per_s", nominal.fast_bytes_per_s / 1e9) * 1e9,
         network_latency_s=fields.positive("network_latency_s", nominal.network_latency_s),
         fast_latency_s=fields.positive("fast_latency_s", nominal.fast_latency_s),
         memory_bytes_per_s=fields.positive("memory_gb_per_s", nominal.memory_bytes_per_s / 1e9) * 1e9,
@@ -102,14 +75,3 @@ def _read_domains(fields: Fields) -> tuple[tuple[int, ...], ...]:
             else:
                 place[rank] = index
     return tuple(tuple(domain) for domain in listed) if sound else ()
-
-
-def _group(sides: Sequence[Sequence[int]], size: int) -> tuple[tuple[int, ...], ...]:
-    """Each side's ranks in ascending order, `size` to a domain; a rank of both sides stays where the first put it."""
-    placed: set[int] = set()
-    domains = []
-    for ranks in sides:
-        fresh = [rank for rank in sorted(set(ranks)) if rank not in placed]
-        placed.update(fresh)
-        domains += [tuple(fresh[start : start + size]) for start in range(0, len(fresh), size)]
-    return tuple(domains)
