@@ -98,17 +98,18 @@ class VllmLayers:
                 owner = first.setdefault(id(tensor), (module, name))
                 if owner != (module, name):
                     shared.append((module, name, *owner))
-        started: list[nn.Module] = []
+        modules = list(self.model.modules())
+        for module in modules:
+            self._check_idle(module)
         try:
-            for module in self.model.modules():
-                started.append(module)
+            for module in modules:
                 self._restore(module)
             for module, name, holder, first_name in shared:
                 if first_name in holder._parameters:
                     module._parameters[name] = holder._parameters[first_name]
             yield _describe_parked(self.model, self.names)
         finally:
-            for module in started:
+            for module in modules:
                 self._put_back(module)
 
     def open(self, layer: str, trace: LoaderTrace) -> None:
@@ -164,10 +165,14 @@ class VllmLayers:
                 attributes.clear()
                 attributes.update(old)
 
-    def _restore(self, module: nn.Module) -> None:
+    def _check_idle(self, module: nn.Module) -> None:
         record = self.names.layer_record(module)
         if record.kernel_tensors is not None or record.can_load():
             raise TargetError(f"{type(module).__name__} is in the middle of another reload; finish that one first")
+
+    def _restore(self, module: nn.Module) -> None:
+        self._check_idle(module)
+        record = self.names.layer_record(module)
         record.kernel_tensors = self.names.params_and_buffers(module)
         record.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
         self.names.restore_on_meta(module, record)

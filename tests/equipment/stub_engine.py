@@ -50,8 +50,8 @@ class GateUp(nn.Module):
         if method is not None:
             self.quant_method = method
 
-    def load(self, parameter: torch.Tensor, tensor: torch.Tensor, half: int) -> None:
-        parameter.data.narrow(0, half * self.rows, self.rows).copy_(tensor)
+    def load(self, param: torch.Tensor, tensor: torch.Tensor, half: int) -> None:
+        param.data.narrow(0, half * self.rows, self.rows).copy_(tensor)
 
 
 class Plain(nn.Module):
