@@ -12,6 +12,7 @@ from rich.table import Table
 from nemo_rl_reshard.cli.quantities import bytes_text, seconds_text
 from nemo_rl_reshard.cli.spec import read_spec
 from nemo_rl_reshard.cli.stable_json import write_json
+from nemo_rl_reshard.plan.check import check_plan
 from nemo_rl_reshard.plan.planner import make_plan
 from nemo_rl_reshard.plan.statistics import statistics, transfers_to_plain
 
@@ -24,6 +25,7 @@ def run_plan(spec_file: Path, json_file: Path | None, console: Console, *, with_
     """Plan, print, and write JSON if asked. Raises ConfigError or PlanError before anything is written."""
     spec = read_spec(spec_file)
     plan = make_plan(spec.source, spec.target, spec.routes, spec.topology, spec.options)
+    check_plan(plan, spec.source, spec.target, spec.routes, spec.topology)
     summary = statistics(plan, spec.source, spec.target, spec.topology)
     if with_transfers:
         summary["transfers"] = transfers_to_plain(plan)

@@ -12,6 +12,7 @@ from nemo_rl_reshard.params.catalog import Catalog, merge
 from nemo_rl_reshard.params.manifest import Manifest
 from nemo_rl_reshard.params.match import allowed_skips, check_match
 from nemo_rl_reshard.params.routing import Route, RouteKind, decide_routes
+from nemo_rl_reshard.plan.check import check_plan
 from nemo_rl_reshard.plan.plan import Plan, PlanOptions
 from nemo_rl_reshard.plan.planner import make_plan
 from nemo_rl_reshard.plan.statistics import statistics
@@ -72,7 +73,7 @@ class PlanBook:
         self._source, self._target, self._hosts = source, target, dict(hosts)
 
     def plan_for(self, backend: Backend) -> Planned:
-        """The plan for `backend`, made now if there is none. Raises PlanError, and StateError before `declare`."""
+        """The plan for `backend`, made and proven now if there is none. Raises PlanError, and StateError before `declare`."""
         if self._source is None or self._target is None:
             raise StateError("there is nothing to plan: the ranks have not declared yet")
         if backend not in self._plans:
@@ -83,6 +84,7 @@ class PlanBook:
             topology = config.topology.topology(self._hosts)
             options = PlanOptions(bucket_bytes=config.bucket_bytes, message_bytes=config.message_bytes)
             plan = make_plan(self._source, self._target, routes, topology, options)
+            check_plan(plan, self._source, self._target, routes, topology)
             summary = statistics(plan, self._source, self._target, topology)
             self._plans[backend] = Planned(plan, assign(plan, self._source, in_flight=config.in_flight), summary)
             self.num_plans += 1
