@@ -27,13 +27,14 @@ UNWRITTEN = 0xFF
 
 @dataclass(slots=True)
 class _InFlight:
-    """A started message, the buffer it travels in, and the slot that buffer belongs to, if it is staged."""
+    """A started message, the buffer it travels in, the slot that buffer belongs to, if it is staged, and the parts
+    that it forwards."""
 
     message: Message
     pending: Pending
     buffer: Tensor
     slot: int | None
-    forwards: bool = False
+    forwarded: tuple[Part, ...] = ()
 
 
 class _Lane:
@@ -188,12 +189,12 @@ class Executor:
             self._receiving.finish_oldest()
         with report.timing(Phase.VERIFY):
             self._note_received(message, verification)
-        self._count_down(message, report)
+        self._count_down(message.parts, report)
         return message.order
 
     def _start_outgoing(self, step: Outgoing, report: RankReport, verification: Verification) -> None:
         message = step.message
-        views = [self._outgoing_view(part, step.forwards) for part in message.parts]
+        views = [self._outgoing_view(*origin) for origin in zip(message.parts, step.forwards, strict=True)]
         with report.timing(Phase.VERIFY):
             for part, view in zip(message.parts, views, strict=True):
                 if verification.picks(part.tensor):
@@ -206,14 +207,14 @@ class Executor:
                     self._target_view(part).copy_(view)
             with report.timing(Phase.VERIFY):
                 self._note_received(message, verification)
-            self._count_down(message, report)
+            self._count_down(message.parts, report)
             return
         with report.timing(Phase.PACK):
             buffer, slot = self._leaving(step, views)
         pending = self._transport.send(buffer, message.dst)
         report.num_messages += 1
         report.num_zero_copy += slot is None
-        self._sending.start(_InFlight(message, pending, buffer, slot, step.forwards))
+        self._sending.start(_InFlight(message, pending, buffer, slot, step.forwarded))
 
     def _leaving(self, step: Outgoing, views: Sequence[Tensor]) -> tuple[Tensor, int | None]:
         """The bytes of a message: live storage where that is what travels, else packed into a staging slot."""
@@ -235,12 +236,11 @@ class Executor:
         with report.timing(_phase_of(flight.message.link)):
             flight.pending.wait(deadline)
         self._sending.finish_oldest()
-        if flight.forwards:
-            self._count_down(flight.message, report)
+        self._count_down(flight.forwarded, report)
 
-    def _count_down(self, message: Message, report: RankReport) -> None:
-        """Tell the target of every tensor for which `message` was the last thing to do."""
-        for part in message.parts:
+    def _count_down(self, parts: Sequence[Part], report: RankReport) -> None:
+        """Tell the target of every tensor for which one of `parts` was the last thing to do."""
+        for part in parts:
             self._uses_left[part.tensor] -= 1
             if not self._uses_left[part.tensor]:
                 assert self._target is not None

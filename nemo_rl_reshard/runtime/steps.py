@@ -19,14 +19,20 @@ NOTHING = -1
 class Outgoing:
     """A message that this rank starts: a send, or a local copy.
 
-    `forwards` when the bytes were received in this refit: they are read from the target, once all receives up to
-    order `after` are complete. Messages of equal `content` carry the same bytes, as replicas in different domains do.
+    `forwards` says of each part whether its bytes were received in this refit: these are read from the target, once all
+    receives up to order `after` are complete. A colocated rank may send them beside parts that its source holds.
+    Messages of equal `content` carry the same bytes, as replicas in different domains do.
     """
 
     message: Message
-    forwards: bool
+    forwards: tuple[bool, ...]
     after: int
     content: int
+
+    @property
+    def forwarded(self) -> tuple[Part, ...]:
+        """The parts that are forwarded."""
+        return tuple(part for part, forwards in zip(self.message.parts, self.forwards, strict=True) if forwards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +63,16 @@ class Steps:
                 landing.setdefault(part.tensor, []).append((part.region, message.order))
                 uses[part.tensor] += 1
         outgoing = []
-        contents: dict[tuple[tuple[Part, ...], bool], int] = {}
+        contents: dict[tuple[tuple[Part, ...], tuple[bool, ...]], int] = {}
         for message in program.messages:
             if message.src != program.rank:
                 continue
-            holds = all(_inside(part.region, held.get(part.tensor, ())) for part in message.parts)
-            after = NOTHING if holds else _last_needed(message, landing, program.rank)
-            content = contents.setdefault((message.parts, holds), len(contents))
-            outgoing.append(Outgoing(message, not holds, after, content))
-            if not holds or message.dst == program.rank:
-                uses.update(part.tensor for part in message.parts)
+            forwards = tuple(not _inside(part.region, held.get(part.tensor, ())) for part in message.parts)
+            content = contents.setdefault((message.parts, forwards), len(contents))
+            step = Outgoing(message, forwards, _last_needed(message, forwards, landing, program.rank), content)
+            outgoing.append(step)
+            used = message.parts if message.dst == program.rank else step.forwarded
+            uses.update(part.tensor for part in used)
         return cls(incoming, tuple(outgoing), uses)
 
 
@@ -74,10 +80,14 @@ def _inside(region: Region, regions: Iterable[Region]) -> bool:
     return any(holder.contains(region) for holder in regions)
 
 
-def _last_needed(message: Message, landing: Mapping[str, Sequence[tuple[Region, int]]], rank: int) -> int:
-    """Order of the last receive that brings a part of `message`, which forwards."""
+def _last_needed(
+    message: Message, forwards: Sequence[bool], landing: Mapping[str, Sequence[tuple[Region, int]]], rank: int
+) -> int:
+    """Order of the last receive that brings a part that `message` forwards."""
     last = NOTHING
-    for part in message.parts:
+    for part, forwarded in zip(message.parts, forwards, strict=True):
+        if not forwarded:
+            continue
         arrived = 0
         for region, order in landing.get(part.tensor, ()):
             common = part.region.intersect(region)

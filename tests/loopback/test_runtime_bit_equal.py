@@ -199,6 +199,34 @@ def test_ranks_that_are_on_both_sides(route: str) -> None:
     assert result.num_elements == 2 * (90 + 3 * 2)
 
 
+@pytest.mark.parametrize("bucket_bytes", [16, 32, 48, 64])
+def test_a_colocated_rank_forwards_beside_what_it_holds(bucket_bytes: int) -> None:
+    """In one step rank 2 forwards a tensor of rank 0 and sends one of its own to rank 3: both share a message."""
+    held = {"here": {"ranks": [2], "placements": ["R"]}, "there": {"ranks": [0], "placements": ["R"]}}
+    tensors = [
+        {
+            "name": f"model.layers.{layer}.mlp.up_proj.weight",
+            "shape": [4],
+            "dtype": "float32",
+            "source": held[place],
+            "target": {"ranks": [2, 3], "placements": ["R"]},
+        }
+        for layer, place in enumerate(["there", "there", "here", "here", "there", "here"])
+    ]
+    result = verify_spec(
+        parse_spec(
+            {
+                "colocated": True,
+                "route": "all",
+                "tensors": tensors,
+                "topology": {"domains": [[2, 3]]},
+                "bucket_bytes": bucket_bytes,
+            }
+        )
+    )
+    assert result.passed, result.differences
+
+
 def test_verify_reports_every_element_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader that negates what it gets: the digests agree, the elements do not, and all of them are named."""
     monkeypatch.setattr(
