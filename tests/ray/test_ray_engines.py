@@ -145,6 +145,23 @@ def test_a_killed_trainer_group_restarts_from_its_checkpoint_and_the_next_refit_
     assert controller.num_plans == num_plans, "the restarted group declares the same layout: the plan is kept"
 
 
+def test_b63_b64_a_sleeping_engine_is_not_refitted_and_lost_weights_need_a_full_refit(
+    trainer_group: TrainerGroup, engines: list[EngineMember], controller: RefitController
+):
+    controller.refit(40)
+    sleeper = engines[0].actor
+    ray.get(sleeper.sleep.remote(2), timeout=60)
+    with pytest.raises(RefitError, match="asleep, its weights are not in place") as failed:
+        controller.refit(41)
+    assert list(failed.value.causes) == ["rank 4 (engine 0)"]
+    ray.get(sleeper.wake_up.remote(), timeout=60)
+    with pytest.raises(ray.exceptions.RayTaskError, match="no usable weights"):
+        engines[0].tokens()
+    controller.refit(42)
+    assert [engine.version() for engine in engines] == [42, 42]
+    assert engines[0].tokens()
+
+
 def fail(trainers: TrainerGroup, controller: RefitController, fault: Planned) -> RefitError:
     """A refit in which trainer 1 strikes `fault`; it must fail in time."""
     ray.get(trainers.actors[1].arm.remote(fault))
