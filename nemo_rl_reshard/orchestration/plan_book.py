@@ -73,7 +73,7 @@ class PlanBook:
         self._source, self._target, self._hosts = source, target, dict(hosts)
 
     def plan_for(self, backend: Backend) -> Planned:
-        """The plan for `backend`, made and proven now if there is none. Raises PlanError, and StateError before `declare`."""
+        """The plan for `backend`, made and proven if there is none. Raises PlanError; StateError before `declare`."""
         if self._source is None or self._target is None:
             raise StateError("there is nothing to plan: the ranks have not declared yet")
         if backend not in self._plans:
