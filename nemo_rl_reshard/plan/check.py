@@ -89,7 +89,7 @@ def _check_routes(plan: Plan, routes: Mapping[str, Route], faults: FaultList) ->
     went = {
         RouteKind.DIRECT: Counter(row.tensor for row in plan.placed),
         RouteKind.LEFTOVER: Counter(leftover.tensor for leftover in plan.leftovers),
-        RouteKind.SKIP: Counter(plan.skipped),
+        RouteKind.SKIP: Counter(plan.skipped.keys()),
     }
     for kind, names in went.items():
         routed = {name for name, route in routes.items() if route.kind is kind}

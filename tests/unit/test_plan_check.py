@@ -3,13 +3,16 @@
 from dataclasses import replace
 
 import pytest
-from equipment.declaring import one_tensor
+from equipment.declaring import GATE, catalog, layout, one_tensor
 
 from nemo_rl_reshard.errors import PlanError
-from nemo_rl_reshard.params.routing import Route, RouteKind
+from nemo_rl_reshard.params.manifest import Side
+from nemo_rl_reshard.params.routing import Route, RouteKind, RoutePolicy, decide_routes
+from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.plan.check import check_plan
 from nemo_rl_reshard.plan.codec import seal
 from nemo_rl_reshard.plan.plan import PlanOptions
+from nemo_rl_reshard.plan.planner import make_plan
 from nemo_rl_reshard.topology import Link, Topology
 
 
@@ -35,6 +38,20 @@ def moves_after(found, change):
 
 def test_the_planners_own_plan_passes(found):
     check(found, found.plan)
+
+
+def test_a_plan_that_skips_tensors_passes():
+    """`B17`: a draft layer without a drafter is skipped, and its reason is no count."""
+    given, wanted = layout((4, 2), (2,), "S(0)", (0, 1)), layout((4, 2), (1,), "R", (2,))
+    specs = [TensorSpec(name, (4, 2), "float32") for name in (GATE, "mtp.layers.0.mlp.down_proj.weight")]
+    source = catalog(Side.TRAINER, (0, 1), [(spec, given) for spec in specs])
+    target = catalog(Side.INFERENCE, (2,), [(specs[0], wanted)])
+    routes = decide_routes(source, target, RoutePolicy.ALL)
+    plan = make_plan(source, target, routes, Topology())
+    assert set(plan.skipped) == {specs[1].name}
+    check_plan(plan, source, target, routes)
+    with pytest.raises(PlanError, match="routed skip, the plan does not move it so"):
+        check_plan(seal(replace(plan, skipped={})), source, target, routes)
 
 
 def test_a_missing_transfer_is_found(found):
