@@ -18,12 +18,13 @@ from nemo_rl_reshard.params.catalog import Catalog
 from nemo_rl_reshard.params.dtype import ITEM_SIZE
 from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.params.match import check_match
-from nemo_rl_reshard.params.routing import Route, RoutePolicy, decide_routes
+from nemo_rl_reshard.params.routing import Route, RouteKind, RoutePolicy, decide_routes
 from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.plan.plan import PlanOptions
 from nemo_rl_reshard.topology import Topology
 
 _KEYS = ("tensors", "topology", "route", "colocated", "bucket_bytes", "message_bytes")
+_MOST_BUCKETS = 1 << 16  # of one tensor: 4 TiB in buckets of the default size
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,15 @@ class RefitSpec:
     routes: Mapping[str, Route]
     topology: Topology
     options: PlanOptions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what all ranks of both sides hold or need, together."""
+        return sum(
+            catalog.specs[name].item_size * sum(region.numel for _, regions in layout.held for region in regions)
+            for catalog in (self.source, self.target)
+            for name, layout in catalog.layouts.items()
+        )
 
 
 def read_spec(path: Path) -> RefitSpec:
@@ -76,7 +86,8 @@ def parse_spec(plain: Any, name: str = "refit spec", repeated: list[str] | None 
         routes = decide_routes(source, target, policy)
     except DeclarationError as fault:
         faults.extend(str(fault).split("\n  - ")[1:])
-    tensors.check_cover()
+    tensors.check_cover(routes)
+    tensors.check_sizes(options)
     faults.raise_if_any()
     return RefitSpec(source, target, routes, topology, options)
 
@@ -99,12 +110,12 @@ class _Tensors:
             self._faults.add(f"tensors[{index}]: must be a mapping with name, shape, dtype, source and target")
             return
         name = plain.get("name")
-        named = isinstance(name, str) and name != ""
+        named = isinstance(name, str) and name != "" and name.isprintable()
         place = f"tensor {name!r}" if named else f"tensors[{index}]"
         fields = Fields(plain, place, self._faults, ("name", "shape", "dtype", "source", "target"))
         if not named:
             if not fields.lacks("name", "the checkpoint name"):
-                fields.fault(f"{name!r} is not a name", "name")
+                fields.fault(f"{name!r} is not a name; give text that can be printed", "name")
         elif name in self._names:
             fields.fault("this name is given to two tensors", "name")
             named = False
@@ -153,8 +164,8 @@ class _Tensors:
             Catalog(Side.INFERENCE, specs, targets, {}, tuple(sorted(self.targets))),
         )
 
-    def check_cover(self) -> None:
-        """Note every tensor of which some target rank needs elements that no source rank holds."""
+    def check_cover(self, routes: Mapping[str, Route]) -> None:
+        """Note every tensor with elements that no source rank holds, and that a target rank or gathering it needs."""
         known: dict[tuple[int, int], list[Region]] = {}
         for spec, source, target in self._sound:
             key = (id(source), id(target))
@@ -168,6 +179,21 @@ class _Tensors:
                         f"tensor {spec.name!r}: source: no rank holds {list(gap.offset)} + {list(gap.extent)}, "
                         f"which target ranks {takers} need"
                     )
+                elif spec.name in routes and routes[spec.name].kind is RouteKind.LEFTOVER:
+                    self._faults.add(
+                        f"tensor {spec.name!r}: source: no rank holds {list(gap.offset)} + {list(gap.extent)}, and a "
+                        "leftover is gathered whole; let a rank hold it, or set route: all"
+                    )
+
+    def check_sizes(self, options: PlanOptions) -> None:
+        """Note every tensor that would be cut into so many buckets that planning would not end."""
+        most = _MOST_BUCKETS * options.bucket_bytes
+        for spec, _, _ in self._sound:
+            if spec.nbytes > most:
+                self._faults.add(
+                    f"tensor {spec.name!r}.shape: {spec.nbytes} bytes are more than {_MOST_BUCKETS} buckets of "
+                    f"{options.bucket_bytes}; raise bucket_bytes"
+                )
 
 
 def _ranks_named(plain: Any) -> list[int]:

@@ -25,6 +25,9 @@ def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+_LEAST, _MOST = 1e-12, 1e12
+
+
 class Fields:
     """One mapping of a spec, `place` being where it stands (`tensor 'w': source`)."""
 
@@ -70,10 +73,13 @@ class Fields:
         return tuple(value)
 
     def positive(self, key: str, default: float) -> float:
-        """A positive, finite number under `key`, or the default when it is absent or (with a fault noted) wrong."""
+        """A positive number under `key`, or the default when it is absent or (with a fault noted) wrong.
+
+        Between 1e-12 and 1e12, which no rate or latency leaves, so that nothing made from it overflows.
+        """
         value = self.plain.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            self.fault(f"{value!r} is not a positive number", key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST <= value <= _MOST:
+            self.fault(f"{value!r} is not a positive number between {_LEAST:g} and {_MOST:g}", key)
             return default
         return value
 

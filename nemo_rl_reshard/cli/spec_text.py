@@ -15,12 +15,21 @@ from nemo_rl_reshard.errors import ConfigError
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
+_LARGEST = (1 << 63) - 1
+
+
 class _Loader(_SafeLoader):  # type: ignore[misc]
-    """SafeLoader that notes repeated keys."""
+    """SafeLoader that notes repeated keys, and refuses whole numbers of more than 64 bits."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self.repeated: list[str] = []
+        # Inner values first: an alias inside its own anchor is then an error, not a list without end.
+        self.deep_construct = True
+
+    def construct_whole(self, node: yaml.ScalarNode) -> int:
+        """An int, in any of YAML's notations."""
+        return _bounded(self.construct_yaml_int(node))
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -31,6 +40,9 @@ class _Loader(_SafeLoader):  # type: ignore[misc]
                 seen.add(key.value)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
         return mapping
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_whole)
 
 
 def read_plain(path: Path) -> tuple[Any, list[str]]:
@@ -49,7 +61,8 @@ def read_plain(path: Path) -> tuple[Any, list[str]]:
     loader = _Loader(text)
     try:
         return loader.get_single_data(), loader.repeated
-    except yaml.YAMLError as fault:
+    # Explicit tags (`!!int abc`) lead any text to PyYAML's converters, which raise whatever comes of it.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as fault:
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(fault).split())}") from fault
     finally:
         loader.dispose()
@@ -67,6 +80,13 @@ def _read_json(path: Path, text: str) -> tuple[Any, list[str]]:
         return gathered
 
     try:
-        return json.loads(text, object_pairs_hook=gather), repeated
-    except json.JSONDecodeError as fault:
+        return json.loads(text, object_pairs_hook=gather, parse_int=lambda digits: _bounded(int(digits))), repeated
+    except (ValueError, RecursionError) as fault:
         raise ConfigError(f"{path}: is not JSON: {fault}") from fault
+
+
+def _bounded(value: int) -> int:
+    """`value`, unless it is larger than anything a spec can mean: sizes are 64-bit numbers further on."""
+    if not -_LARGEST <= value <= _LARGEST:
+        raise ValueError(f"a whole number of {value.bit_length()} bits is larger than any size or rank")
+    return value

@@ -99,7 +99,8 @@ def _intervals(size: int, cuts: list[_Cut], mesh: Mesh, coordinate: tuple[int, .
     for axis, factor in cuts:
         total = sum(length for _, length in kept)
         parts, index = mesh.shape[axis] * factor, coordinate[axis]
-        pieces = [chunk(total, parts, index + turn * mesh.shape[axis]) for turn in range(factor)]
+        # Pieces beyond the elements are empty, however many the split factor asks for.
+        pieces = [chunk(total, parts, index + turn * mesh.shape[axis]) for turn in range(min(factor, total))]
         kept = [found for start, length in pieces for found in _take(kept, start, length)]
     return kept or [(0, 0)]
 

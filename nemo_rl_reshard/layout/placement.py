@@ -43,15 +43,17 @@ class StridedShard:
 
 Placement = Replicate | Shard | StridedShard
 
-_PATTERN = re.compile(r"^(?:(R)|S\((\d+)\)|SS\((\d+),\s*(\d+)\))$")
+# A split factor of 0 would leave every rank with nothing.
+_PATTERN = re.compile(r"(?:(R)|S\(([0-9]{1,9})\)|SS\(([0-9]{1,9}),\s*([1-9][0-9]{0,5})\))")
 
 
 def parse_placement(text: str) -> Placement:
     """Read `R`, `S(d)` or `SS(d,k)`. Raises LayoutError for anything else."""
-    match = _PATTERN.match(text.strip())
+    match = _PATTERN.fullmatch(text.strip())
     if match is None:
-        hint = ' (in YAML write "SS(0,2)" with quotes)' if text.strip().startswith("SS(") else ""
-        raise LayoutError(f"placement {text!r} is none of R, S(d), SS(d,k){hint}")
+        is_torn = text.strip().startswith("SS(") and "," not in text
+        hint = ' (in YAML write "SS(0,2)" with quotes)' if is_torn else ""
+        raise LayoutError(f"placement {text!r} is none of R, S(d), SS(d,k) with k from 1{hint}")
     replicate, shard, strided, factor = match.groups()
     if replicate:
         return Replicate()

@@ -13,6 +13,8 @@ from nemo_rl_reshard.plan.transfer import Leftover, Transfer
 from nemo_rl_reshard.topology import Link
 
 _LARGEST_ITEM = 8
+_LARGEST_BUCKET = 1 << 40
+"""Steps count bytes in 64-bit integers; a bucket of more would let them wrap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,8 @@ class PlanOptions:
         for name, value in (("bucket_bytes", self.bucket_bytes), ("message_bytes", self.message_bytes)):
             if value < _LARGEST_ITEM:
                 raise PlanError(f"{name} is {value}; it must be at least {_LARGEST_ITEM}, the largest element")
+            if value > _LARGEST_BUCKET:
+                raise PlanError(f"{name} is {value}; it must be at most {_LARGEST_BUCKET}")
 
     @property
     def largest_message(self) -> int:

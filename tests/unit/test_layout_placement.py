@@ -100,10 +100,17 @@ def test_rules_that_do_not_fit_are_refused(mesh, placements, hint):
         layout((8, 8), mesh, placements, range(4 if len(mesh) == 2 else 2))
 
 
-@pytest.mark.parametrize("text", ["", "S", "S(-1)", "P", "SS(0)", "SS(0"])
+@pytest.mark.parametrize("text", ["", "S", "S(-1)", "P", "SS(0)", "SS(0", "SS(0,0)", "S(\u0660)", "R\nR"])
 def test_unknown_placements_are_refused_by_name(text):
     with pytest.raises(LayoutError, match="none of R"):
         parse_placement(text)
+
+
+def test_a_split_factor_beyond_the_elements_leaves_empty_pieces():
+    """Coordinate i of 2 owns rows i, i + 2, ...; the other 999,995 of a million pieces are empty and cost nothing."""
+    assert layout((5,), (2,), "SS(0,500000)", range(2)) == rows(
+        (5,), {0: [(0, 1), (2, 1), (4, 1)], 1: [(1, 1), (3, 1)]}
+    )
 
 
 def test_unquoted_strided_placement_gets_the_yaml_hint():

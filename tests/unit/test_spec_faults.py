@@ -92,7 +92,16 @@ ONE_MISTAKE = [
     ("topology", {"network_gb_per_s": 0}, ["topology.network_gb_per_s"]),
     ("topology", {"fast_gbs_per_s": 1}, ["topology", "did you mean 'fast_gb_per_s'"]),
     ("topology", {"wire_efficiency": 1.5}, ["topology.wire_efficiency"]),
+    ("topology", {"network_gb_per_s": 1e-320}, ["topology.network_gb_per_s", "1e-320"]),
+    ("topology", {"network_latency_s": 1e308}, ["topology.network_latency_s", "1e+308"]),
+    ("tensor.shape", [10**15, 4], ["'a.mlp.up_proj.weight'.shape", "raise bucket_bytes"]),
+    ("tensor.name", "a\nb", ["tensors[0].name", "printed"]),
+    ("tensor.name", "a\ud800", ["tensors[0].name", "printed"]),
+    ("tensor.source.placements", ["SS(0,0)", "R"], ["source.placements[0]", "k from 1"]),
+    ("tensor.source.placements", ["SS(0,1000000000)", "R"], ["source.placements[0]"]),
+    ("tensor.source.placements", ["S(" + "9" * 5000 + ")", "R"], ["source.placements[0]"]),
     ("bucket_bytes", 0, ["bucket_bytes"]),
+    ("bucket_bytes", 1 << 50, ["bucket_bytes", "at most"]),
     ("message_bytes", 1.5, ["message_bytes", "1.5"]),
     ("tensors", [], ["tensors"]),
 ]
@@ -148,6 +157,18 @@ def test_a_plain_tensor_smaller_than_the_shape_is_not_taken_for_the_whole() -> N
     assert "no rank holds [0, 2] + [6, 2], which target ranks [5] need" in faults[0]
 
 
+def test_a_leftover_that_no_rank_can_complete_is_refused_before_it_is_gathered() -> None:
+    """Gathering needs all of it, whatever the target needs; each such tensor is a fault of its own."""
+    half = {"shards": [{"rank": 0, "offset": [0, 0], "extent": [3, 4]}]}
+    need = {"shards": [{"rank": 4, "offset": [0, 0], "extent": [2, 4]}]}
+    tensor = {"shape": [6, 4], "dtype": "float32", "source": half, "target": need}
+    plain = {"tensors": [{"name": name, **tensor} for name in ("model.norm.weight", "lm_head.weight")]}
+    faults = faults_of(plain)
+    assert len(faults) == 2
+    assert all("no rank holds [3, 0] + [3, 4], and a leftover is gathered whole" in fault for fault in faults)
+    assert parse_spec({**plain, "route": "all"}).target.ranks == (4,)
+
+
 def test_unmerged_lora_names_are_refused() -> None:
     name = "base_model.model.model.layers.0.mlp.down_proj.base_layer.weight"
     faults = faults_of(changed("tensor.name", name))
@@ -174,6 +195,17 @@ def test_what_is_no_mapping_is_refused(plain: Any) -> None:
         ("broken.yaml", "tensors: [\n", "is not YAML"),
         ("broken.json", "{", "is not JSON"),
         ("code.yaml", "tensors: !!python/object/apply:os.getcwd []\n", "is not YAML"),
+        ("int.yaml", "tensors: !!int abc\n", "is not YAML"),
+        ("no_int.yaml", 'tensors: !!int ""\n', "is not YAML"),
+        ("bool.yaml", "tensors: !!bool abc\n", "is not YAML"),
+        ("time.yaml", "tensors: !!timestamp abc\n", "is not YAML"),
+        ("date.yaml", "tensors: 2024-13-45\n", "is not YAML"),
+        ("endless.yaml", "tensors: [{source: {ranks: &again [*again]}}]\n", "is not YAML"),
+        ("deep.yaml", "[" * 5000 + "]" * 5000, "is not YAML"),
+        ("deep.json", "[" * 100_000 + "]" * 100_000, "is not JSON"),
+        ("digits.json", '{"bucket_bytes": ' + "9" * 5000 + "}", "is not JSON"),
+        ("huge.json", '{"bucket_bytes": ' + "9" * 400 + "}", "whole number of 1329 bits"),
+        ("huge.yaml", "bucket_bytes: 0x" + "f" * 5000 + "\n", "whole number of 20000 bits"),
     ],
 )
 def test_files_that_cannot_mean_one_thing_are_refused(tmp_path: Path, name: str, text: str, phrase: str) -> None:
