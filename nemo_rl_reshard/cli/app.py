@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from nemo_rl_reshard.cli.requirements import EnvironmentLacksError, require
+from nemo_rl_reshard.cli.stable_json import writable
 from nemo_rl_reshard.errors import ConfigError, DeclarationError, LayoutError, PlanError, ReshardError
 
 app = typer.Typer(
@@ -32,7 +33,9 @@ class Exit(IntEnum):
 
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A refit spec, YAML or JSON.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the result as JSON.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="OUT", help="Write the result as JSON.", callback=writable)
+]
 
 
 @app.command()
@@ -122,7 +125,7 @@ def main() -> None:
     except (ConfigError, LayoutError, DeclarationError, PlanError) as fault:
         complaints.print(str(fault), style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(Exit.BAD_INPUT)
-    except EnvironmentLacksError as fault:
+    except (EnvironmentLacksError, OSError) as fault:  # OSError: no room on the disk, no more processes or sockets
         complaints.print(str(fault), style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(Exit.ENVIRONMENT_LACKS)
     except ReshardError as fault:

@@ -15,8 +15,9 @@ import torch
 from nemo_rl_reshard.cli.explicit_rank import ExplicitRank, LiveRank, explicit_ranks
 from nemo_rl_reshard.cli.line_rate import LineRate
 from nemo_rl_reshard.cli.rank_processes import run_ranks
+from nemo_rl_reshard.cli.requirements import require_memory
 from nemo_rl_reshard.cli.spec import RefitSpec
-from nemo_rl_reshard.errors import VerificationError
+from nemo_rl_reshard.errors import ConfigError, VerificationError
 from nemo_rl_reshard.layout.tiling import volume
 from nemo_rl_reshard.params.routing import Route, RouteKind
 from nemo_rl_reshard.plan.planner import make_plan
@@ -66,10 +67,12 @@ def bench_spec(
 
     Every round runs all of it in turn after one round that warms buffers up; medians of `repeats` rounds. After the
     last, a fully verified refit proves that what was timed is right. Raises ValueError for fewer than 5 repeats,
-    VerificationError for wrong bytes, and what `run_ranks` raises.
+    ConfigError if nothing travels, EnvironmentLacksError if it does not fit into memory, VerificationError for wrong
+    bytes, and what `run_ranks` raises.
     """
     if repeats < 5:
         raise ValueError(f"medians need at least 5 repeats, not {repeats}")
+    require_memory(spec.nbytes)
     leftover = {name: Route(RouteKind.LEFTOVER, "baseline: every tensor") for name in spec.target.specs}
     plans = {
         RESHARD: make_plan(spec.source, spec.target, spec.routes, spec.topology, spec.options),
@@ -83,6 +86,8 @@ def bench_spec(
         ),
     }
     between = _bytes_between([rank.assignment for rank in made[RESHARD]])
+    if not any(between.values()):
+        raise ConfigError("nothing to measure: no byte travels between ranks of this spec")
     ranks = [
         BenchRank(
             explicit=explicit,

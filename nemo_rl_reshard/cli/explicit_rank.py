@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -105,7 +105,11 @@ def explicit_ranks(
     in_flight: int = DEFAULT_IN_FLIGHT,
     gather: Gather = Gather.EVERYWHERE,
 ) -> tuple[ExplicitRank, ...]:
-    """Every rank of `plan`, numbered 0, 1, ... in the order trainers, then the others; see `ExplicitRank.label`."""
+    """Every rank of `plan`, numbered 0, 1, ... in the order trainers, then the others; see `ExplicitRank.label`.
+
+    Tensors that the plan skips are nobody's need: their values are not the trainers' afterwards.
+    """
+    moved = tuple(spec for name, spec in target.specs.items() if name in plan.specs)
     assignments = assign(plan, source, in_flight=in_flight, gather=gather)
     labels = [*source.ranks, *(rank for rank in target.ranks if rank not in source.ranks)]
     index = {label: rank for rank, label in enumerate(labels)}
@@ -115,9 +119,9 @@ def explicit_ranks(
             label=label,
             num_trainers=len(source.ranks),
             source_specs=tuple(source.specs.values()),
-            target_specs=tuple(target.specs.values()),
-            holds=_regions(source, label) if label in source.ranks else None,
-            needs=_regions(target, label) if label in target.ranks else None,
+            target_specs=moved,
+            holds=_regions(source, source.specs, label) if label in source.ranks else None,
+            needs=_regions(target, plan.specs, label) if label in target.ranks else None,
             assignment=assignments[label].renumbered(index),
         )
         for label in labels
@@ -132,8 +136,8 @@ def raise_first(results: Mapping[int, object]) -> None:
         raise failures[0]
 
 
-def _regions(catalog: Catalog, rank: int) -> dict[str, tuple[Region, ...]]:
-    return {name: found for name, layout in catalog.layouts.items() if (found := layout.regions_of(rank))}
+def _regions(catalog: Catalog, names: Iterable[str], rank: int) -> dict[str, tuple[Region, ...]]:
+    return {name: found for name in names if (found := catalog.layouts[name].regions_of(rank))}
 
 
 def _memory(specs: tuple[TensorSpec, ...], regions: Regions) -> Shards:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
 from types import MappingProxyType
 from typing import Any
 
+from nemo_rl_reshard.cli.quantities import bytes_text
 from nemo_rl_reshard.errors import ReshardError
 from nemo_rl_reshard.targets.vllm_compat import WRITTEN_AGAINST
 
@@ -158,3 +160,13 @@ def require(*names: str) -> None:
             for finding in lacking
         ]
         raise EnvironmentLacksError("\n  - ".join(["this environment lacks what is needed", *lines]))
+
+
+def require_memory(nbytes: int) -> None:
+    """Raise EnvironmentLacksError if this machine's memory is less than `nbytes`: said now, not by a killed process."""
+    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if nbytes > present:
+        raise EnvironmentLacksError(
+            f"memory: the ranks of this spec hold {bytes_text(nbytes)} together, this machine has "
+            f"{bytes_text(present)}; make the tensors smaller"
+        )

@@ -52,9 +52,9 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
         f"receive {balance['max_network_recv_over_mean']:.2f}"
     )
     if summary["leftovers"]:
-        console.print(_leftovers(summary["leftovers"]))
+        console.print(_leftovers(summary["leftovers"]), markup=False)  # names may hold brackets
     if summary.get("transfers"):
-        console.print(_transfers(summary["transfers"]))
+        console.print(_transfers(summary["transfers"]), markup=False)
 
 
 def _totals(totals: Mapping[str, int]) -> Table:

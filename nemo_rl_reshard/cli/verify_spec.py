@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_rl_reshard.cli.explicit_rank import ExplicitRank, LiveRank, explicit_ranks, raise_first
 from nemo_rl_reshard.cli.rank_processes import run_ranks
+from nemo_rl_reshard.cli.requirements import require_memory
 from nemo_rl_reshard.cli.spec import RefitSpec
 from nemo_rl_reshard.plan.planner import make_plan
 from nemo_rl_reshard.runtime.one_process import LoopbackMeeting, together
@@ -68,8 +69,10 @@ class VerifyResult:
 def verify_spec(spec: RefitSpec, *, processes: bool = False, timeout_s: float = 600.0) -> VerifyResult:
     """Plan `spec` and run it twice, in threads of this process or in a process per rank over gloo.
 
-    Raises PlanError where no plan exists, and what a rank raised if a refit failed as a whole.
+    Raises EnvironmentLacksError if it does not fit into memory, PlanError where no plan exists, and what a rank raised
+    if a refit failed as a whole.
     """
+    require_memory(spec.nbytes)
     plan = make_plan(spec.source, spec.target, spec.routes, spec.topology, spec.options)
     ranks = explicit_ranks(spec.source, spec.target, plan)
     if processes:

@@ -150,6 +150,32 @@ def test_a_missing_file_and_a_wrong_option_exit_2(command: Command) -> None:
     assert "no/such/folder.json" in unwritable.err
 
 
+@pytest.mark.parametrize("out", ["", ".", "folder", "absent/plan.json", "spec.yaml/plan.json", "/dev/null", "n" * 300])
+def test_a_json_path_that_cannot_be_written_is_said_before_the_work(command: Command, out: str) -> None:
+    (command.folder / "folder").mkdir()
+    before = {*command.folder.iterdir(), command.write("spec.yaml", ROWS_TO_COLUMNS)}
+    ended = command("plan", "spec.yaml", "--json", out)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("--json ")
+    assert set(command.folder.iterdir()) == before
+
+
+def test_json_written_through_a_link_leaves_the_link(command: Command) -> None:
+    (command.folder / "link.json").symlink_to("real.json")
+    assert command("plan", command.write("spec.yaml", ROWS_TO_COLUMNS), "--json", "link.json").code == 0
+    assert (command.folder / "link.json").is_symlink()
+    assert json.loads((command.folder / "real.json").read_text())["schema"] == 1
+
+
+@pytest.mark.parametrize("route", ["ffn", "all"])
+def test_names_with_brackets_are_printed_as_they_are(command: Command, route: str) -> None:
+    """A table cell is no markup: `[/b]` would be a closing tag, and `[red]` would vanish."""
+    spec = ROWS_TO_COLUMNS.replace("model.layers.0.mlp.gate_proj.weight", '"[red]w[/b]"') + f"route: {route}\n"
+    ended = command("plan", command.write("spec.yaml", spec), "--transfers")
+    assert (ended.code, ended.err) == (0, "")
+    assert "[red]w[/b]" in ended.out
+
+
 def test_the_table_for_people_names_floor_and_bottleneck(command: Command) -> None:
     out = command("plan", command.write("spec.yaml", TP4_TO_TP2_DP2)).out
     for phrase in ("gather and broadcast would move", "no schedule is faster than", "bottleneck"):

@@ -58,3 +58,26 @@ def test_bad_input_exits_2_and_runs_nothing(command: Command) -> None:
     assert ended.code == 2
     assert len(ended.faults) == 1
     assert not (command.folder / "verify.json").exists()
+
+
+def test_a_tensor_that_the_plan_skips_is_nobodys_need(command: Command) -> None:
+    """A LoRA adapter is never sent; the tensors beside it are still compared."""
+    adapter = SPEC.replace("model.norm.weight", "model.layers.0.mlp.down_proj.lora_A.weight")
+    ended = command("verify", command.write("spec.yaml", adapter), "--json", "verify.json")
+    assert (ended.code, ended.err) == (0, "")
+    assert json.loads((command.folder / "verify.json").read_text())["elements_compared"] == 2 * (2 * 21 + 2 * 14)
+
+
+@pytest.mark.parametrize("name", ["verify", "bench"])
+def test_more_than_the_machine_can_hold_exits_3_and_says_so(command: Command, name: str) -> None:
+    ended = command(name, command.write("spec.yaml", SPEC.replace("[7, 5]", "[1000000, 1000000]")))
+    assert ended.code == 3
+    assert ended.err.startswith("memory: the ranks of this spec hold ")
+
+
+def test_a_bench_in_which_nothing_travels_exits_2(command: Command) -> None:
+    sides = "source: {ranks: [0], placements: [R]}, target: {ranks: [0], placements: [R]}"
+    spec = f"colocated: true\nroute: all\ntensors: [{{name: w, shape: [4], dtype: int8, {sides}}}]\n"
+    ended = command("bench", command.write("spec.yaml", spec))
+    assert ended.code == 2
+    assert "no byte travels between ranks" in ended.err
