@@ -52,7 +52,7 @@ def statistics(plan: Plan, source: Catalog, target: Catalog, topology: Topology)
             "num_skipped": len(plan.skipped),
         },
         "per_rank": _per_rank(sorted({*plan.sources, *plan.targets}), both),
-        "balance": _balance(plan, both, direct, source, least_maximum(direct_needs)),
+        "balance": _balance(plan, both, direct, source, target, least_maximum(direct_needs)),
         "predicted": _predicted(predict(plan, direct, leftover, topology), bound),
         "leftovers": [
             {"tensor": leftover.tensor, "bytes": leftover.nbytes, "reason": leftover.reason}
@@ -95,16 +95,26 @@ def _per_rank(ranks: Iterable[int], traffic: Traffic) -> list[dict[str, int]]:
     ]
 
 
-def _balance(plan: Plan, both: Traffic, direct: Traffic, source: Catalog, least: float) -> dict[str, float]:
-    """Send over trainers that hold anything, receive over the target's ranks; the optimum over direct transfers."""
-    layouts = {id(layout): layout for layout in source.layouts.values()}
-    holders = sorted({rank for layout in layouts.values() for rank in layout.ranks})
+def _balance(
+    plan: Plan, both: Traffic, direct: Traffic, source: Catalog, target: Catalog, least: float
+) -> dict[str, float]:
+    """Send over trainers that hold anything, receive over ranks that need anything; the optimum over direct transfers.
+
+    Every rank of the target needs leftovers, since its loader gets them whole.
+    """
+    holders = _ranks_with_elements(source)
+    needers = plan.targets if plan.leftovers else _ranks_with_elements(target)
     busiest = max(direct.sent[Link.NETWORK].values(), default=0)
     return {
         "max_network_send_over_mean": _over_mean(both.sent[Link.NETWORK], holders),
-        "max_network_recv_over_mean": _over_mean(both.received[Link.NETWORK], plan.targets),
+        "max_network_recv_over_mean": _over_mean(both.received[Link.NETWORK], needers),
         "max_network_send_over_optimum": _rounded(busiest / least) if least else 1.0,
     }
+
+
+def _ranks_with_elements(catalog: Catalog) -> list[int]:
+    layouts = {id(layout): layout for layout in catalog.layouts.values()}
+    return sorted({rank for layout in layouts.values() for rank in layout.ranks})
 
 
 def _over_mean(loads: Counter[int], ranks: Iterable[int]) -> float:

@@ -134,6 +134,17 @@ def test_statistics_and_transfers_are_json_and_the_same_every_time():
     assert steps == sorted(steps)
 
 
+def test_balance_leaves_out_ranks_that_hold_or_need_nothing():
+    """Three rows over four ranks on both sides: the last rank has none, and is no part of the mean."""
+    found = one_tensor((3, 4), ((4,), "S(0)", range(4)), ((4,), "S(0)", range(4, 8)))
+    assert [row["network_recv"] for row in told(found)["per_rank"]] == [0] * 4 + [16, 16, 16, 0]
+    assert told(found)["balance"] == {
+        "max_network_send_over_mean": 1.0,
+        "max_network_recv_over_mean": 1.0,
+        "max_network_send_over_optimum": 1.0,
+    }
+
+
 def test_a_partial_need_counts_only_what_is_needed():
     spec = TensorSpec(GATE, (8, 2), "float32")
     found = refit([(spec, rows((8, 2), {0: [(0, 8)]}), rows((8, 2), {1: [(1, 2)], 2: [(2, 2)]}))], (0,), (1, 2))
