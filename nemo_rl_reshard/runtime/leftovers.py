@@ -37,7 +37,8 @@ class LeftoverMover:
 
     All trainers start the same collectives in the same order, whatever they hold. Gathering runs among trainers,
     sending among the root and the receivers; no rank waits in one for somebody who waits in the other, because the
-    root starts gathering batch i + 1 before it waits for batch i.
+    root starts gathering batch i + 1 before it waits for batch i. A rank that does both starts them in the root's
+    order, as its collectives may run among the very same ranks; one that only receives asks for a batch in advance.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class LeftoverMover:
         self._is_root = rank == program.root
         self._is_trainer = rank in program.trainers
         self._is_receiver = rank in program.receivers
+        self._only_receives = self._is_receiver and not self._is_trainer
         self._sending_ranks = (program.root, *(other for other in program.receivers if other != program.root))
         self._gathers_here = self._is_root or (self._is_trainer and program.gather is Gather.EVERYWHERE)
         self._sets: list[_Buffers] = []
@@ -74,13 +76,15 @@ class LeftoverMover:
         loaded: set[str] = set()
         gathering: list[Pending] = self._start_gather(0, report)
         sending: list[list[Pending]] = [[] for _ in range(_SETS)]
-        if self._is_receiver and not self._is_root:
+        if self._only_receives:
             sending[0] = self._start_broadcast(0, report)
         for index, batch in enumerate(batches):
             turn = index % _SETS
             following: list[Pending] = []
             if index + 1 < len(batches):
                 following = self._start_gather(index + 1, report)
+            if self._is_receiver and not self._is_root and not self._only_receives:
+                sending[turn] = self._start_broadcast(index, report)
             _wait(gathering, deadline)
             gathering = following
             if self._is_root:
@@ -88,7 +92,7 @@ class LeftoverMover:
                 self._assemble(batch, self._sets[turn])
                 sending[turn] = self._start_broadcast(index, report)
             if self._is_receiver:
-                if index + 1 < len(batches) and not self._is_root:
+                if index + 1 < len(batches) and self._only_receives:
                     sending[(index + 1) % _SETS] = self._start_broadcast(index + 1, report)
                 _wait(sending[turn], deadline)
                 loaded |= self._load(batch, turn)

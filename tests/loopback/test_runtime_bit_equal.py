@@ -199,6 +199,16 @@ def test_ranks_that_are_on_both_sides(route: str) -> None:
     assert result.num_elements == 2 * (90 + 3 * 2)
 
 
+def test_leftovers_among_the_very_same_ranks() -> None:
+    """Gathering and sending share one group, so every rank must start both in one order; several batches."""
+    side = {"ranks": [0, 1, 2], "placements": ["S(0)"]}
+    names = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(5)]
+    tensors = [{"name": name, "shape": [7], "dtype": "float32", "source": side, "target": side} for name in names]
+    spec = parse_spec({"colocated": True, "tensors": tensors, "bucket_bytes": 128})
+    result = verify_spec(spec)
+    assert result.passed, result.differences
+
+
 @pytest.mark.parametrize("bucket_bytes", [16, 32, 48, 64])
 def test_a_colocated_rank_forwards_beside_what_it_holds(bucket_bytes: int) -> None:
     """In one step rank 2 forwards a tensor of rank 0 and sends one of its own to rank 3: both share a message."""

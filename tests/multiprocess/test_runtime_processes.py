@@ -49,6 +49,16 @@ def spec(num_sources: int, target_ranks: list[Any], domains: list[list[int]], ro
     }
 
 
+def test_colocated_leftovers_among_the_very_same_ranks() -> None:
+    """Gathering and sending share one gloo group: started in another order on one rank, they would wait for ever."""
+    side = {"ranks": [0, 1, 2], "placements": ["S(0)"]}
+    names = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(5)]
+    tensors = [{"name": name, "shape": [7], "dtype": "float32", "source": side, "target": side} for name in names]
+    plain = {"colocated": True, "tensors": tensors, "bucket_bytes": 128}
+    result = verify_spec(parse_spec(plain), processes=True, timeout_s=60.0)
+    assert result.passed, result.differences
+
+
 @pytest.mark.parametrize(
     ("num_sources", "target_ranks", "domains", "route"),
     [
