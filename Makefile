@@ -27,8 +27,8 @@ demo: setup  ## train with both refit backends, print the comparison and the pat
 test: lint  ## everything: core, loopback, gloo processes, real vLLM engines, real Ray actors (under 40 minutes)
 	$(BIN)/python -m pytest tests
 
-test-fast: setup  ## the core, loopback and command line (under 90 s)
-	$(BIN)/python -m pytest -q -n 2 --timeout 60 -m "not engine and not ray and not slow" tests
+test-fast: setup  ## the core, the command line and whole refits in one process (under 90 s)
+	$(BIN)/python -m pytest -q -n 2 --timeout 60 -m "not engine and not ray and not slow" tests/unit tests/property tests/loopback
 
 lint: setup  ## style, types and import directions
 	$(BIN)/ruff check .
