@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,8 +22,8 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
-        """The moment `seconds` from now. Raises ValueError unless `seconds` is positive and finite."""
-        if not 0 < seconds < float("inf"):
+        """The moment `seconds` from now. Raises ValueError unless `seconds` is positive and can be waited for."""
+        if not 0 < seconds <= threading.TIMEOUT_MAX:
             raise ValueError(f"a deadline needs a positive, finite number of seconds, not {seconds}")
         return cls(time.monotonic() + seconds, seconds)
 

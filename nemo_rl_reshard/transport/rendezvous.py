@@ -12,6 +12,7 @@ import base64
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from ipaddress import ip_address
@@ -29,6 +30,8 @@ Result = TypeVar("Result")
 
 _REPLY_S = 30.0
 """How long a rank may take to read a reply before its connection is given up."""
+
+_RETRY_S = 0.02
 
 
 class RendezvousServer:
@@ -85,7 +88,9 @@ class RendezvousServer:
             except OSError:
                 if self._closed:
                     return
-                continue  # one peer hung up before it was accepted
+                # A peer hung up before it was accepted; or no descriptor is free, and then trying at once would spin.
+                time.sleep(_RETRY_S)
+                continue
             wire = Wire(connection)
             # The handshake runs in the connection's own thread: a silent stranger delays nobody else.
             thread = threading.Thread(target=self._serve, args=(wire,), name="refit-rendezvous-peer", daemon=True)
@@ -116,7 +121,7 @@ class RendezvousServer:
                 request = wire.receive(None)
                 try:
                     reply = self._table.apply(request)
-                except (TypeError, ValueError, KeyError, IndexError) as fault:
+                except (TypeError, ValueError, KeyError, IndexError, OverflowError) as fault:
                     reply = [REFUSED, f"malformed request: {fault}"]
                 wire.send(reply, Deadline.after(_REPLY_S))
             except TransportError:

@@ -256,7 +256,10 @@ def test_a_frame_that_is_no_message_ends_that_connection_only(server, store, fra
 
 @pytest.mark.parametrize(
     "request_",
-    [["explode"], [], 7, {"op": "set"}, ["set", "key"], ["set", "key", "no base64!"], ["add", "key", "x"], ["wait", 3]],
+    [
+        *(["explode"], [], 7, {"op": "set"}, ["set", "key"], ["set", "key", "no base64!"], ["add", "key", "x"]),
+        *(["add", "key", float("inf")], ["wait", 3], ["wait", ["key"], 1e18, None]),
+    ],
 )
 def test_a_malformed_request_is_answered_with_a_reason(server, request_):
     wire = Wire.connect(server.address, TOKEN, Deadline.after(10))
