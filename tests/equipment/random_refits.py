@@ -72,10 +72,11 @@ def free_needs(draw: st.DrawFn, shape: tuple[int, ...], ranks: Sequence[int]) ->
 
 @st.composite
 def refits(draw: st.DrawFn, policy: RoutePolicy = RoutePolicy.ALL) -> Refit:
-    """A planned refit of one to six small tensors between two to nine ranks."""
+    """A planned refit of one to six small tensors between one to nine ranks, some of which may be on both sides."""
     num_sources, num_targets = draw(st.integers(1, 5)), draw(st.integers(1, 4))
-    everyone = list(range(num_sources + num_targets))
-    sources, targets = everyone[:num_sources], everyone[num_sources:]
+    num_shared = draw(st.sampled_from([0, 0, *range(1, min(num_sources, num_targets) + 1)]))
+    everyone = list(range(num_sources + num_targets - num_shared))
+    sources, targets = everyone[:num_sources], everyone[num_sources - num_shared :]
     tensors = []
     for index in range(draw(st.integers(1, 3))):
         shape = draw(shapes())
@@ -88,4 +89,4 @@ def refits(draw: st.DrawFn, policy: RoutePolicy = RoutePolicy.ALL) -> Refit:
     size = draw(st.sampled_from([0, 2, 3, 9]))
     domains = tuple(tuple(mixed[i : i + size]) for i in range(0, len(mixed), size)) if size else ()
     options = PlanOptions(draw(st.sampled_from([8, 48, 200, 1 << 20])), draw(st.sampled_from([8, 64, 1 << 20])))
-    return refit(tensors, sources, targets, Topology(domains=domains), options, policy)
+    return refit(tensors, sources, targets, Topology(domains=domains), options, policy, colocated=num_shared > 0)

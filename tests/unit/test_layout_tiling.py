@@ -54,6 +54,10 @@ def test_gaps_name_what_is_missing():
     assert gaps(Region.whole((0, 4)), []) == ()
 
 
+def test_what_lies_outside_the_whole_is_no_gap():
+    assert gaps(Region((2, 0), (2, 4)), [Region((0, 0), (3, 4)), Region((6, 0), (1, 4))]) == (Region((3, 0), (1, 4)),)
+
+
 def test_overlaps_name_what_is_there_twice():
     assert overlaps([Region((0,), (4,)), Region((3,), (2,))]) == (Region((3,), (1,)),)
     assert overlaps(COLUMNS) == ()

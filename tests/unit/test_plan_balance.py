@@ -61,6 +61,23 @@ def test_many_tensors_share_a_few_variants_and_balance_exactly():
     assert set(send_bytes(found).values()) == {60 * 64 // 6}
 
 
+def test_large_demands_choose_first_so_that_small_ones_even_out():
+    either = rows((4, 2), {0: [(0, 4)], 1: [(0, 4)]})
+    wanted = rows((4, 2), {2: [(0, 1)], 3: [(1, 1)], 4: [(2, 2)]})
+    found = refit(
+        [(TensorSpec("model.layers.0.mlp.up_proj.weight", (4, 2), "float32"), either, wanted)], (0, 1), (2, 3, 4)
+    )
+    assert send_bytes(found) == {0: 16, 1: 16}
+
+
+def test_holders_inside_the_domain_take_turns_on_the_fast_links():
+    given, wanted = rows((4, 2), {0: [(0, 4)], 1: [(0, 4)]}), rows((4, 2), {2: [(0, 4)]})
+    specs = [TensorSpec(f"model.layers.{i}.mlp.up_proj.weight", (4, 2), "float32") for i in range(6)]
+    found = refit([(spec, given, wanted) for spec in specs], (0, 1), (2,), Topology(domains=((0, 1, 2),)))
+    told = statistics(found.plan, found.source, found.target, found.topology)
+    assert [row["fast_send"] for row in told["per_rank"]] == [96, 96, 0]
+
+
 def test_assignment_does_not_depend_on_how_ranks_are_listed():
     given, wanted = rows((4, 2), {0: [(0, 4)], 1: [(0, 4)]}), rows((4, 2), {2: [(0, 4)], 3: [(0, 4)]})
     demands = overlay(given, wanted, {0: 0, 1: 1, 2: 2, 3: 2})
