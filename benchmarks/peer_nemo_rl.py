@@ -66,7 +66,7 @@ class _Communicator:
 
     def allgather(self, sendbuf: torch.Tensor, recvbuf: torch.Tensor, **_: Any) -> None:
         # In place for NCCL; gloo wants the two apart.
-        dist.all_gather_into_tensor(recvbuf.reshape(-1), sendbuf.reshape(-1).clone(), group=self._group)
+        dist.all_gather_single(recvbuf.reshape(-1), sendbuf.reshape(-1).clone(), group=self._group)
 
     def split(self, color: int, key: int) -> _Communicator:
         asked: list[Any] = [None] * dist.get_world_size()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -63,15 +63,21 @@ class Manifest:
                 rank=int(plain["rank"]),
                 side=Side(plain["side"]),
                 specs=tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in plain["specs"]),
-                shards=tuple(
-                    LocalShard(
-                        tensor,
-                        Region(tuple(offset), tuple(extent)),
-                        StorageView(storage, start, tuple(extent), tuple(stride)),
-                    )
-                    for tensor, offset, extent, storage, start, stride in plain["shards"]
-                ),
+                shards=_read_shards(plain["shards"]),
                 indirect=tuple((name, reason) for name, reason in plain["indirect"]),
             )
         except (KeyError, TypeError, ValueError) as fault:
             raise DeclarationError(f"malformed manifest: {fault}") from fault
+
+
+def _read_shards(plain: Iterable[Sequence[Any]]) -> tuple[LocalShard, ...]:
+    """Shards in order. Equal regions become one object: a model has many tensors and few shapes."""
+    regions: dict[tuple[tuple[int, ...], tuple[int, ...]], Region] = {}
+    shards = []
+    for tensor, offset, extent, storage, start, stride in plain:
+        key = (tuple(offset), tuple(extent))
+        region = regions.get(key)
+        if region is None:
+            region = regions[key] = Region(*key)
+        shards.append(LocalShard(tensor, region, StorageView(storage, start, region.extent, tuple(stride))))
+    return tuple(shards)
