@@ -30,11 +30,12 @@ test: lint  ## everything: core, loopback, gloo processes, real vLLM engines, re
 test-fast: setup  ## the core, the command line and whole refits in one process (under 90 s)
 	$(BIN)/python -m pytest -q -n 2 --timeout 60 -m "not engine and not ray and not slow" tests/unit tests/property tests/loopback
 
-lint: setup  ## style, types and import directions
+lint: setup  ## style, types, import directions and dependencies
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/deptry .
 
 bench: setup  ## the 512 MiB move: reshard, gather-and-broadcast and line rate in one run
 	$(BIN)/python benchmarks/move_512mib.py

@@ -9,7 +9,6 @@ from math import isfinite
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
 
 from nemo_rl_reshard.errors import ConfigError, FaultList, LayoutError
 from nemo_rl_reshard.params.routing import RoutePolicy
@@ -104,7 +103,7 @@ def domains_of_hosts(hosts: Mapping[int, str]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ranks) for ranks in by_host.values())
 
 
-def _sentence(model: type[BaseModel], detail: ErrorDetails) -> str:
+def _sentence(model: type[BaseModel], detail: Mapping[str, Any]) -> str:
     """One pydantic complaint as a sentence that names the field and the fix."""
     path = ".".join(str(step) for step in detail["loc"])
     if detail["type"] == "extra_forbidden":
