@@ -18,6 +18,7 @@ from nemo_rl_reshard.runtime.explicit import ExplicitSource, ExplicitTarget, Sha
 from nemo_rl_reshard.runtime.leftover_plan import Gather
 from nemo_rl_reshard.runtime.session import RankSession
 from nemo_rl_reshard.runtime.world import Join
+from nemo_rl_reshard.transport.staging import wire_bytes
 
 Regions = Mapping[str, tuple[Region, ...]]
 
@@ -150,4 +151,4 @@ def _memory(specs: tuple[TensorSpec, ...], regions: Regions) -> Shards:
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
     """The bytes of each element along a last dim of their own."""
-    return values.contiguous().reshape(-1, 1).view(torch.uint8)
+    return wire_bytes(values.contiguous()).view(-1, values.element_size())

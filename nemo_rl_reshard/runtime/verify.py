@@ -13,6 +13,7 @@ from nemo_rl_reshard.plan.transfer import Message, Part
 from nemo_rl_reshard.runtime.order import RefitOrder, VerifyMode
 from nemo_rl_reshard.transport.deadline import Deadline
 from nemo_rl_reshard.transport.protocol import Transport
+from nemo_rl_reshard.transport.staging import wire_bytes
 
 DIGEST_BYTES = 8
 ONE_IN = 16
@@ -21,7 +22,7 @@ ONE_IN = 16
 
 def digest(values: Tensor) -> bytes:
     """Digest of the elements of `values` in row-major order, whatever its strides."""
-    flat = values.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = wire_bytes(values.contiguous())
     return hashlib.blake2b(flat.cpu().numpy().data, digest_size=DIGEST_BYTES).digest()
 
 

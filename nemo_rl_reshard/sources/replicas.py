@@ -42,7 +42,10 @@ def replica_digest(tensor: torch.Tensor) -> str:
     rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
     step = max(1, _CHUNK_ELEMENTS * len(rows) // max(1, rows.numel()))
     for first in range(0, len(rows) if rows.numel() else 0, step):
-        state.update(rows[first : first + step].contiguous().view(torch.uint8).cpu().numpy().data)
+        chunk = rows[first : first + step].contiguous()
+        # One element counts as contiguous with any stride, and torch reads no bytes from that.
+        flat = chunk.as_strided((chunk.numel(),), (1,))
+        state.update(flat.view(torch.uint8).cpu().numpy().data)
     return state.hexdigest()
 
 

@@ -74,8 +74,8 @@ def wire_bytes(view: Tensor) -> Tensor:
         raise TransportError(
             f"a view of shape {tuple(view.shape)} and strides {view.stride()} must be packed to travel"
         )
-    # A scalar has no dim to be read as bytes; a flat view of one element has.
-    return view.detach().view(-1).view(torch.uint8)
+    # Not view(-1): one element counts as contiguous with any stride and keeps it, and torch reads no bytes from that.
+    return view.detach().as_strided((view.numel(),), (1,)).view(torch.uint8)
 
 
 def pack(view: Tensor, buffer: Tensor, dtype: torch.dtype) -> None:

@@ -5,6 +5,8 @@ import torch
 
 from nemo_rl_reshard.errors import TransportError
 from nemo_rl_reshard.params.dtype import ITEM_SIZE
+from nemo_rl_reshard.runtime.verify import digest
+from nemo_rl_reshard.sources.replicas import replica_digest
 from nemo_rl_reshard.transport.staging import StagingSlots, is_plain, pack, unpack, wire_bytes
 
 
@@ -56,6 +58,19 @@ def test_b42_a_contiguous_view_starts_at_its_own_first_element_and_ends_with_it(
     assert torch.equal(travels.view(torch.float32), torch.tensor([1.0, 2, 3, 4, 5]))
     travels.view(torch.float32).mul_(2)  # the same memory, not a copy
     assert torch.equal(storage, torch.tensor([0.0, 2, 4, 6, 8, 10, 6, 7]))
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_one_element_of_strided_storage_is_plain_and_travels(shape):
+    """It is contiguous, with a stride of 3 that torch would not read bytes through."""
+    view = torch.arange(6.0)[1::3][:1].as_strided(shape, (3,) * len(shape), 1)
+    assert is_plain(view, torch.float32)
+    assert wire_bytes(view).tolist() == [0, 0, 128, 63]
+    buffer = torch.zeros(5, dtype=torch.uint8)
+    pack(view, buffer[1:], torch.float32)  # not aligned
+    assert buffer.tolist() == [0, 0, 0, 128, 63]
+    assert digest(view) == digest(torch.ones(shape))
+    assert replica_digest(view) == replica_digest(torch.ones(shape))
 
 
 @pytest.mark.parametrize("scalar", [torch.tensor(3.0), torch.tensor(7), torch.tensor(True)])
