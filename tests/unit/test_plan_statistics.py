@@ -75,6 +75,22 @@ def test_phases_sum_to_the_prediction():
     assert sum(predicted["phases"].values()) == pytest.approx(predicted["seconds"])
 
 
+def test_phases_are_those_of_the_stated_model():
+    """128 bytes from the busiest trainer at 0.885 of 50 GB/s and one latency; pack and install at 2 TB/s of memory."""
+    predicted = told(one_tensor((8, 8), ((2,), "S(0)", (0, 1)), ((4,), "S(1)", (2, 3, 4, 5))))["predicted"]
+    assert predicted["phases"] == pytest.approx(
+        {
+            "pack": 2 * 128 / 2e12,
+            "network": 128 / (50e9 * 0.885) + 10e-6,
+            "fast": 0.0,
+            "leftover": 0.0,
+            "install": 3 * 64 / 2e12,
+        },
+        rel=1e-9,
+        abs=1e-15,
+    )
+
+
 def mixed():
     """A feed-forward tensor, a norm and a tensor that the engine computes with."""
     names = [GATE, "model.norm.weight", "model.layers.0.self_attn.kv_b_proj.weight"]
