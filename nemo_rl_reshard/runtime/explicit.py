@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from nemo_rl_reshard.errors import TargetError
@@ -15,18 +14,6 @@ from nemo_rl_reshard.params.spec import TensorSpec
 
 Shards = Mapping[str, Sequence[tuple[Region, Tensor]]]
 """Tensor name -> its regions on this rank and where they live; a tensor may be strided."""
-
-
-def allocate(manifest: Manifest, fill: int | None = None) -> dict[str, list[tuple[Region, Tensor]]]:
-    """Memory for every shard of `manifest`, in the dtype it declares. `fill` is a byte; None leaves what is there."""
-    dtypes = {spec.name: getattr(torch, spec.dtype) for spec in manifest.specs}
-    shards: dict[str, list[tuple[Region, Tensor]]] = {}
-    for shard in manifest.shards:
-        values = torch.empty(shard.region.extent, dtype=dtypes[shard.tensor])
-        if fill is not None:
-            values.reshape(-1).view(torch.uint8).fill_(fill)
-        shards.setdefault(shard.tensor, []).append((shard.region, values))
-    return shards
 
 
 class _ExplicitEndpoint:
