@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from enum import StrEnum
-from math import isfinite
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nemo_rl_reshard.errors import ConfigError, FaultList, LayoutError
+from nemo_rl_reshard.errors import ConfigError, FaultList, LayoutError, PlanError
 from nemo_rl_reshard.params.routing import RoutePolicy
+from nemo_rl_reshard.plan.plan import PlanOptions
 from nemo_rl_reshard.runtime.assignment import DEFAULT_IN_FLIGHT
 from nemo_rl_reshard.runtime.order import VerifyMode
 from nemo_rl_reshard.topology import Topology
@@ -38,8 +39,9 @@ class TopologyConfig(_Section):
     """
 
     domains: tuple[tuple[int, ...], ...] | None = None
-    network_gb_per_s: float = Field(default=50.0, gt=0)
-    fast_gb_per_s: float = Field(default=450.0, gt=0)
+    # As in a refit spec: far beyond any link, and nothing made from them overflows.
+    network_gb_per_s: float = Field(default=50.0, ge=1e-12, le=1e12)
+    fast_gb_per_s: float = Field(default=450.0, ge=1e-12, le=1e12)
 
     def topology(self, hosts: Mapping[int, str]) -> Topology:
         """The topology of a world whose rank `r` runs on `hosts[r]`. Raises LayoutError for a rank named twice."""
@@ -62,8 +64,8 @@ class RefitConfig(_Section):
     backend: Backend = Backend.RESHARD
     route: RoutePolicy = RoutePolicy.FFN
     verify: VerifyMode = VerifyMode.OFF
-    bucket_bytes: int = Field(default=64 * MIB, ge=1)
-    message_bytes: int = Field(default=4 * MIB, ge=1)
+    bucket_bytes: int = 64 * MIB
+    message_bytes: int = 4 * MIB
     in_flight: int = Field(default=DEFAULT_IN_FLIGHT, ge=1, le=1024)
     deadline_s: float = Field(default=120.0, gt=0)
     grace_s: float = Field(default=15.0, gt=0)
@@ -120,14 +122,20 @@ def _sentence(model: type[BaseModel], detail: Mapping[str, Any]) -> str:
 
 def _contradictions(config: RefitConfig, faulty: set[int | str]) -> Iterator[str]:
     """Rules across fields; a rule about a field that is already known to be wrong is left out."""
+    for name in ("bucket_bytes", "message_bytes"):
+        if name not in faulty:
+            try:
+                PlanOptions(**{name: getattr(config, name)})
+            except PlanError as fault:
+                yield str(fault)
     if not faulty & {"bucket_bytes", "message_bytes"} and config.message_bytes > config.bucket_bytes:
         yield (
             f"message_bytes: {config.message_bytes} is more than bucket_bytes {config.bucket_bytes}; "
             "a bucket is sent as messages, so lower message_bytes or raise bucket_bytes"
         )
     for name in ("deadline_s", "grace_s", "setup_s"):
-        if name not in faulty and not isfinite(getattr(config, name)):
-            yield f"{name}: must be finite, because every wait ends"
+        if name not in faulty and getattr(config, name) > TIMEOUT_MAX:
+            yield f"{name}: must be finite, at most {TIMEOUT_MAX:g} s, because every wait ends"
     if "host" not in faulty and config.host in ("0.0.0.0", "::", "*"):
         yield f"host: {config.host} listens everywhere; give the one address on which the job's ranks reach the driver"
     if "topology" not in faulty:

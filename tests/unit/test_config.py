@@ -79,3 +79,20 @@ def test_ranks_of_one_host_form_a_domain_unless_domains_are_given():
 
 def test_domains_may_be_empty_to_make_every_rank_its_own():
     assert RefitConfig.read({"topology": {"domains": []}}).topology.topology({0: "a", 1: "a"}).domains == ()
+
+
+def test_what_no_plan_or_wait_could_take_is_refused_here():
+    """All of it at once, and not only when the plan is made or the first rank waits."""
+    with pytest.raises(ConfigError) as caught:
+        RefitConfig.read(
+            {
+                "bucket_bytes": 1 << 50,
+                "message_bytes": 4,
+                "deadline_s": 1e18,
+                "topology": {"network_gb_per_s": 1e-320, "fast_gb_per_s": float("inf")},
+            }
+        )
+    faults = str(caught.value).split("\n  - ")[1:]
+    assert len(faults) == 5
+    for name in ("bucket_bytes", "message_bytes", "deadline_s", "topology.network_gb_per_s", "topology.fast_gb_per_s"):
+        assert sum(fault.startswith(name) for fault in faults) == 1, name
