@@ -180,6 +180,7 @@ def test_extra_memory_is_two_buckets_at_most(dtype: str) -> None:
         num_targets=4,
         domains=((2, 3, 4, 5),),
         options=PlanOptions(bucket_bytes=bucket, message_bytes=64 << 10),
+        in_flight=40,  # five buckets' worth: the bucket must be what bounds
     )
     with ThreadWorld(ranks) as world:
         for each in world.live.values():
