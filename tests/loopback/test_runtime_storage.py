@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,8 @@ from nemo_rl_reshard.layout import Region, TensorLayout
 from nemo_rl_reshard.params.routing import RoutePolicy
 from nemo_rl_reshard.plan.plan import PlanOptions
 from nemo_rl_reshard.runtime.one_process import together
+from nemo_rl_reshard.transport.deadline import Deadline
+from nemo_rl_reshard.transport.protocol import Pending, Transport
 
 TINY = PlanOptions(bucket_bytes=64, message_bytes=16)
 W = "model.layers.0.mlp.down_proj.weight"
@@ -202,3 +206,61 @@ def test_extra_memory_is_two_buckets_at_most(dtype: str) -> None:
                     assert reported <= allocated <= reported + agreements, rank
         assert_gather_then_slice(world.live)
         assert any(reported for _, reported in outcomes.values())
+
+
+class _Counting:
+    """Wraps a transport and remembers how many sends, and how many receives, were ever under way at once."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.rank, self.size, self._inner = inner.rank, inner.size, inner
+        self.under_way: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def send(self, buffer: torch.Tensor, dst: int) -> Pending:
+        return self._started("send", self._inner.send(buffer, dst))
+
+    def receive(self, buffer: torch.Tensor, src: int) -> Pending:
+        return self._started("receive", self._inner.receive(buffer, src))
+
+    def _started(self, kind: str, pending: Pending) -> Pending:
+        self.under_way[kind] += 1
+        self.most[kind] = max(self.most[kind], self.under_way[kind])
+        return _Finishing(pending, partial(self.under_way.subtract, [kind]))
+
+
+class _Finishing:
+    """Calls `done` once its operation is complete."""
+
+    def __init__(self, inner: Pending, done: Callable[[], None]) -> None:
+        self._inner, self._done = inner, done
+
+    def wait(self, deadline: Deadline) -> None:
+        self._inner.wait(deadline)
+        self._done()
+
+
+@pytest.mark.parametrize("placement", ["S(0)", "S(1)"], ids=["in place", "staged"])
+def test_no_more_messages_are_under_way_than_the_window_allows(placement: str) -> None:
+    ranks = planned_ranks(
+        [(W, mesh_layout((24, 8), (2,), range(2), placement), "float32")],
+        [(W, mesh_layout((24, 8), (2,), range(2, 4), "S(0)"), "float32")],
+        num_trainers=2,
+        num_targets=2,
+        options=PlanOptions(bucket_bytes=1 << 20, message_bytes=32),
+        in_flight=3,
+    )
+    counting: dict[int, _Counting] = {}
+
+    def wrap(rank: int, transport: Transport) -> Transport:
+        counting[rank] = _Counting(transport)
+        return counting[rank]
+
+    with ThreadWorld(ranks) as world:
+        world.wrap = {rank: partial(wrap, rank) for rank in world.live}
+        world.rebuild()
+        world.refit(1, verify="off")
+    assert {rank: max(each.most.values()) for rank, each in counting.items()} == dict.fromkeys(range(4), 3)
+    assert not any(each.under_way.total() for each in counting.values())
