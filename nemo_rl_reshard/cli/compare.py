@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nemo_rl_reshard.cli.compare_plot import draw
@@ -28,7 +29,7 @@ def compare_runs(paths: Sequence[Path], plot: Path, console: Console) -> list[di
     console.print(_refits(summaries))
     console.print(_phases(summaries))
     draw(records, plot)
-    console.print(f"plot: {plot}", soft_wrap=True)
+    console.print(f"plot: {plot}", soft_wrap=True, markup=False)
     return summaries
 
 
@@ -45,7 +46,7 @@ def _refits(summaries: Sequence[dict[str, Any]]) -> Table:
         seconds, ratio, reward = summary["refit_seconds"], summary["ratio_to_first"], summary["reward"]
         stale = "" if summary["stale_gap"] is None else f"\n{summary['stale_gap']:.1e}"
         table.add_row(
-            f"{summary['backend']}\n[dim]{Path(summary['run']).name}[/dim]",
+            f"{escape(summary['backend'])}\n[dim]{escape(Path(summary['run']).name)}[/dim]",
             f"[bold]{seconds['median']:.3f}[/bold]\n{seconds['min']:.3f} - {seconds['max']:.3f}",
             "" if ratio is None else f"{ratio:.2f}x",
             f"{bytes_text(summary['bytes_received_sum'])}\n{bytes_text(summary['bytes_received_max'])}",
@@ -63,5 +64,5 @@ def _phases(summaries: Sequence[dict[str, Any]]) -> Table:
     for phase in shown:
         table.add_column(phase, justify="right", no_wrap=True)
     for summary in summaries:
-        table.add_row(summary["backend"], *(f"{summary['phases'][phase]:.3f}" for phase in shown))
+        table.add_row(escape(summary["backend"]), *(f"{summary['phases'][phase]:.3f}" for phase in shown))
     return table

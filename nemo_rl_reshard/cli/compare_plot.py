@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from nemo_rl_reshard.cli.quantities import seconds_text
 from nemo_rl_reshard.cli.run_records import PHASES, RunRecord
+from nemo_rl_reshard.errors import ConfigError
 
 # Colour-blind safe (Okabe and Ito), ordered so that neighbouring phases differ in lightness too.
 PHASE_COLOURS = {
@@ -46,7 +47,10 @@ STYLE: Any = {
 
 
 def draw(records: Sequence[RunRecord], path: Path) -> None:
-    """Write the picture as PNG. Left: each run's refits by step. Right: its median phases, stacked."""
+    """Write the picture as PNG. Left: each run's refits by step. Right: its median phases, stacked.
+
+    Raises ConfigError if it cannot be written.
+    """
     labels = _labels(records)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 3.4 + 0.35 * len(records)), layout="constrained")
@@ -54,8 +58,11 @@ def draw(records: Sequence[RunRecord], path: Path) -> None:
         by_step, by_phase = figure.subplots(1, 2, gridspec_kw={"width_ratios": [1.15, 1]})
         _draw_steps(by_step, records, labels)
         _draw_phases(by_phase, records, labels)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150, metadata={"Software": None})
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, format="png", dpi=150, metadata={"Software": None})
+        except OSError as fault:
+            raise ConfigError(f"--plot {path}: cannot be written: {fault.strerror}") from fault
 
 
 def _labels(records: Sequence[RunRecord]) -> list[str]:

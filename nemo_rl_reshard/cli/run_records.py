@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,6 +14,10 @@ from nemo_rl_reshard.errors import ConfigError, FaultList
 
 PHASES = ("declare", "pack", "network", "exchange", "leftover", "install", "verify")
 _NEEDED = ("step", "refit/backend", "refit/seconds", "reward/mean", "logprob_gap/mean_abs", "refit/bytes_received_sum")
+
+_ALWAYS = ("reward/mean", "logprob_gap/mean_abs")
+_PER_REFIT = ("refit/seconds", "refit/bytes_received_sum", "refit/bytes_received_max", "refit/direct_share")
+_NUMBERS = (*_ALWAYS, *_PER_REFIT, *(f"refit/seconds_{phase}" for phase in PHASES))
 
 
 @dataclass(frozen=True)
@@ -86,11 +91,14 @@ def _read_steps(path: Path, faults: FaultList) -> list[Mapping[str, Any]]:
     except OSError as fault:
         faults.add(f"{path}: cannot be read: {fault.strerror}")
         return []
+    except UnicodeDecodeError as fault:
+        faults.add(f"{path}: is not UTF-8 text: {fault}")
+        return []
     steps: list[Mapping[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
             step = json.loads(line)
-        except json.JSONDecodeError as fault:
+        except (ValueError, RecursionError) as fault:
             faults.add(f"{path}, line {number}: is not JSON: {fault}")
             continue
         if not isinstance(step, dict):
@@ -101,5 +109,14 @@ def _read_steps(path: Path, faults: FaultList) -> list[Mapping[str, Any]]:
         missing = [key for key in needed if key not in step]
         if missing:
             faults.add(f"{path}, line {number}: lacks {', '.join(missing)}")
+        wrong = [key for key in _NUMBERS if step.get(key) is not None and not _is_number(step[key])]
+        wrong += [key for key in _ALWAYS if key in step and step[key] is None]
+        if wrong:
+            values = ", ".join(f"{key} {step[key]!r}" for key in wrong)
+            faults.add(f"{path}, line {number}: no finite numbers: {values}")
         steps.append(step)
     return steps
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)

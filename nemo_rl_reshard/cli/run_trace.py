@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from nemo_rl_reshard.cli.requirements import require
 from nemo_rl_reshard.cli.stable_json import write_json
@@ -175,7 +176,7 @@ def _print(specs: Sequence[TensorSpec], landings: Sequence[Landing], console: Co
         by_tensor.setdefault(landing.tensor, []).append(landing)
     for spec in specs:
         shape = "x".join(map(str, spec.shape)) or "scalar"
-        console.print(f"[bold]{spec.name}[/bold] {shape} {spec.dtype}", soft_wrap=True, highlight=False)
+        console.print(f"[bold]{escape(spec.name)}[/bold] {shape} {spec.dtype}", soft_wrap=True, highlight=False)
         found = by_tensor.get(spec.name)
         if found is None:
             console.print("  nowhere: the loader takes it and writes nothing", highlight=False)

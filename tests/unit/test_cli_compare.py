@@ -99,3 +99,27 @@ def test_runs_of_one_backend_are_told_apart_by_folder(command: Command) -> None:
     out = command("compare", *runs).out
     assert "seed0" in out
     assert "seed1" in out
+
+
+def test_figures_that_are_no_numbers_are_named(command: Command) -> None:
+    """A diverged run logs NaN, a broken one a text: neither ends in a picture of nothing."""
+    steps = [
+        step(0, "reshard", 1.0, **{"logprob_gap/mean_abs": float("nan")}),
+        step(1, "reshard", 1.0, **{"reward/mean": None, "refit/seconds_pack": "fast"}),
+        step(2, "reshard", 1.0),
+    ]
+    ended = command("compare", write_run(command.folder / "run", steps), "--json", "compare.json")
+    assert ended.code == 2
+    assert len(ended.faults) == 2
+    assert "line 1: no finite numbers: logprob_gap/mean_abs nan" in ended.faults[0]
+    assert "line 2: no finite numbers: refit/seconds_pack 'fast', reward/mean None" in ended.faults[1]
+    assert not (command.folder / "compare.json").exists()
+
+
+def test_a_folder_with_brackets_and_a_picture_of_any_name(command: Command) -> None:
+    run = write_run(command.folder / "[red]seed[", [step(0, "reshard", 1.0)])
+    ended = command("compare", run, "--plot", "picture")
+    assert (ended.code, ended.err) == (0, "")
+    assert "[red]seed[" in ended.out
+    assert (command.folder / "picture").read_bytes().startswith(b"\x89PNG")
+    assert command("compare", run, "--plot", run).code == 2
