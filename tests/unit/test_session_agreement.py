@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
+from equipment.declaring import layout, refit
 from torch.distributed import HashStore
 
 from nemo_rl_reshard.errors import HandshakeError, RefitAbortedError, TransportTimeoutError
+from nemo_rl_reshard.params.routing import RoutePolicy
+from nemo_rl_reshard.params.spec import TensorSpec
+from nemo_rl_reshard.plan.plan import PlanOptions
+from nemo_rl_reshard.plan.planner import make_plan
+from nemo_rl_reshard.runtime.assignment import assign
 from nemo_rl_reshard.runtime.handshake import Agreement, differences
+from nemo_rl_reshard.runtime.leftover_plan import Gather
 from nemo_rl_reshard.runtime.one_process import together
 from nemo_rl_reshard.transport.deadline import Deadline
 from nemo_rl_reshard.transport.loopback import LoopbackHub
@@ -75,3 +83,22 @@ def test_a_call_off_reaches_those_who_wait() -> None:
     hub.transport(1).abort("out of memory")
     with pytest.raises(RefitAbortedError, match="out of memory"):
         Agreement(hub.transport(0), HashStore(), generation=1).reach("the plan", {}, Deadline.after(5))
+
+
+def test_ranks_state_all_that_must_be_equal_before_a_byte_moves() -> None:
+    """Another plan, other batches of leftovers, other buffers: each is a statement that differs, field by field."""
+    spec = TensorSpec("model.norm.weight", (8,), "float32")
+    given = layout((8,), (2,), "S(0)", (0, 1))
+    found = refit([(spec, given, layout((8,), (1,), "R", (2,)))], (0, 1), (2,), policy=RoutePolicy.FFN)
+
+    def stated(**options: Any) -> dict[str, Any]:
+        return assign(found.plan, found.source, **options)[2].statement()
+
+    same = stated()
+    assert same == stated()
+    assert {name for name in same if same[name] != stated(in_flight=2)[name]} == {"in_flight"}
+    assert {name for name in same if same[name] != stated(gather=Gather.ROOT)[name]} == {"leftovers_digest"}
+    smaller = make_plan(found.source, found.target, found.routes, found.topology, PlanOptions(64, 32))
+    other = assign(smaller, found.source)[2].statement()
+    differing = {name for name in same if same[name] != other[name]}
+    assert differing == {"plan_digest", "message_bytes", "bucket_bytes"}
