@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_rl_reshard.errors import TargetError
 from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.runtime.endpoint import Source, Target
 from nemo_rl_reshard.runtime.leftover_digests import LeftoverDigests
@@ -73,7 +72,6 @@ class LeftoverMover:
         self._allocate()
         self._kept_bytes = 0
         self._digests = LeftoverDigests(verification.picks)
-        loaded: set[str] = set()
         gathering: list[Pending] = self._start_gather(0, report)
         sending: list[list[Pending]] = [[] for _ in range(_SETS)]
         if self._only_receives:
@@ -95,10 +93,9 @@ class LeftoverMover:
                 if index + 1 < len(batches) and self._only_receives:
                     sending[(index + 1) % _SETS] = self._start_broadcast(index + 1, report)
                 _wait(sending[turn], deadline)
-                loaded |= self._load(batch, turn)
+                self._load(batch, turn)
         for pending in sending:
             _wait(pending, deadline)
-        self._check_complete(loaded)
 
     def compare(self, deadline: Deadline, verification: Verification) -> None:
         """Compare the digests of the last run. Raises VerificationError listing every region that differs."""
@@ -183,27 +180,17 @@ class LeftoverMover:
         buffer = buffers.whole[: batch.nbytes]
         return [self._transport.broadcast(buffer, self._program.root, self._sending_ranks)]
 
-    def _load(self, batch: Batch, turn: int) -> set[str]:
+    def _load(self, batch: Batch, turn: int) -> None:
         """Hand one batch to the engine's loader; a buffer that it keeps a reference to becomes its own."""
         assert self._target is not None
         named = [(spec.name, _tensor_in(self._sets[turn].whole, batch, i)) for i, spec in enumerate(batch.specs)]
         if not self._is_root:
             self._digests.note_wholes(named)
         self._target.load(named)
-        names = {name for name, _ in named}
         named.clear()
         if _is_shared(self._sets[turn].whole):
             self._kept_bytes += self._sets[turn].whole.numel()
             self._sets[turn].whole = torch.empty_like(self._sets[turn].whole)
-        return names
-
-    def _check_complete(self, loaded: set[str]) -> None:
-        """Every leftover was handed to the loader, once a refit."""
-        if not self._is_receiver:
-            return
-        missing = {spec.name for batch in self._program.batches for spec in batch.specs} - loaded
-        if missing:
-            raise TargetError(f"leftovers never reached the loader: {', '.join(sorted(missing))}")
 
     def _own_pieces(self, batch: Batch) -> Iterator[Piece]:
         return (piece for piece in batch.pieces if piece.rank == self._transport.rank)
