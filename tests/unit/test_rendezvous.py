@@ -86,9 +86,9 @@ def test_our_own_proof_sent_back_does_not_prove_anything():
 
         def mirror():
             connection, _ = listener.accept()
-            with connection:
+            with connection, connection.makefile("rb") as said:
                 connection.sendall(prefixed(40) + b"refit/1:" + bytes(32))
-                proof = connection.makefile("rb").read(44 + 36)[-32:]
+                proof = said.read(44 + 36)[-32:]
                 connection.sendall(prefixed(7) + b"welcome" + prefixed(32) + proof)
                 closes_on_us(connection)
 
