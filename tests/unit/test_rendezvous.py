@@ -1,6 +1,7 @@
 """The rendezvous: who may use it, where it listens, what it takes from the wire, and how its keys behave."""
 
 import ast
+import hmac
 import os
 import pickle
 import socket
@@ -96,6 +97,21 @@ def test_our_own_proof_sent_back_does_not_prove_anything():
         with pytest.raises(HandshakeError, match="does not know this refit's token"):
             RendezvousStore(listener.getsockname(), TOKEN, timeout_s=10)
         serving.result(10)
+
+
+def test_a_recorded_handshake_proves_nothing_the_second_time(server):
+    """Every connection is given a challenge of its own, so that an answer fits one connection only."""
+    recorded = None
+    endings = []
+    for _ in range(2):
+        with socket.create_connection(server.address, timeout=10) as connection, connection.makefile("rb") as said:
+            challenge = said.read(44)[-32:]
+            if recorded is None:
+                proof = hmac.new(TOKEN, b"refit/1:client" + challenge + bytes(32), "sha256").digest()
+                recorded = prefixed(40) + b"refit/1:" + bytes(32) + prefixed(32) + proof
+            connection.sendall(recorded)
+            endings.append(said.read(11)[4:])
+    assert endings == [b"welcome", b"refused"]
 
 
 def test_strangers_that_say_nothing_delay_nobody(server):
