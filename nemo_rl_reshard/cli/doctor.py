@@ -26,8 +26,9 @@ _ABILITIES = (
         ("torch", "gloo", "vllm", "ray", "pydantic", "omegaconf", "transformers", "tensorboard"),
     ),
     ("draw comparisons (compare)", ("matplotlib",)),
-    ("refit between GPUs", ("cuda", "nccl")),
-    ("run inside NeMo RL", ("nemo-rl", "ray")),
+    # Abilities of the environment that this release does not use yet; the labels say so.
+    ("build the NCCL transport (refits travel over gloo so far)", ("cuda", "nccl")),
+    ("import NeMo RL (refits inside it come later)", ("nemo-rl", "ray")),
 )
 
 

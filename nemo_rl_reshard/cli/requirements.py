@@ -88,7 +88,7 @@ def _cuda() -> Finding:
 
 
 def _nccl() -> Finding:
-    serves, remedy = "refits between GPUs", "install the extra gpu-cu12 or gpu-cu13, never both, on a machine with GPUs"
+    serves, remedy = "the NCCL transport", "install the extra gpu-cu12 or gpu-cu13, never both, on a machine with GPUs"
     try:
         from torch.cuda import is_available, nccl
         from torch.distributed import is_nccl_available
@@ -105,7 +105,7 @@ def _nccl_extensions() -> Finding:
     # Its modules lie in a namespace that other packages share, so only the distribution tells.
     found = _version("nccl-extensions")
     remedy = "install the extra gpu-cu12 or gpu-cu13, never both"
-    return Finding("nccl-extensions", "NCCL M2N", found is not None, found, "", remedy)
+    return Finding("nccl-extensions", "NCCL M2N, in a later release", found is not None, found, "", remedy)
 
 
 def _vllm() -> Finding:
@@ -120,7 +120,7 @@ def _vllm() -> Finding:
 
 
 def _nemo_rl() -> Finding:
-    serves = "refits inside NeMo RL"
+    serves = "refits inside NeMo RL, in a later release"
     remedy = "install NeMo RL from its source repository; the package index only holds a placeholder under this name"
     found = _version("nemo-rl")
     if found == PLACEHOLDER:
@@ -138,7 +138,7 @@ PROBES: Mapping[str, Probe] = MappingProxyType(
         "vllm": _vllm,
         "ray": _package("ray", "ray", "trainer and inference actors", _DRIVER),
         "pydantic": _package("pydantic", "pydantic", "the refit section of a configuration", _DRIVER),
-        "omegaconf": _package("omegaconf", "omegaconf", "the GRPO example", _DRIVER),
+        "omegaconf": _package("omegaconf", "omegaconf", "the GRPO example", _CPU),
         "matplotlib": _package("matplotlib", "matplotlib", "the picture of compare", _DRIVER),
         "transformers": _package("transformers", "transformers", "the GRPO example", _CPU),
         "tensorboard": _package("tensorboard", "tensorboard", "TensorBoard events of the GRPO example", _CPU),

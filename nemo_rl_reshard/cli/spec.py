@@ -1,4 +1,4 @@
-"""A refit spec: the explicit-tensors form of docs/reference/spec.md, read from YAML or JSON, all faults at once."""
+"""A refit spec: the explicit-tensors form of docs/reference.md, read from YAML or JSON, all faults at once."""
 
 from __future__ import annotations
 
