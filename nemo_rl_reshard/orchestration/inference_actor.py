@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from nemo_rl_reshard.errors import HandshakeError
 from nemo_rl_reshard.orchestration.child_watch import ChildWatch
 from nemo_rl_reshard.orchestration.outcome import DIED, Fault, Outcome
 from nemo_rl_reshard.orchestration.served_ranks import PlainOutcome, ServedRanks
 from nemo_rl_reshard.orchestration.worker_extension import WORKER_EXTENSION
+from nemo_rl_reshard.targets.vllm_front import reset_caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,9 @@ class InferenceEngine(ServedRanks):
 
     def sleep(self, level: int) -> None:
         """Put the engine to sleep; from level 2 on its weights are gone until a full refit."""
-        self._llm.sleep(level=level)
+        # First, so that a sleep that fails half-way leaves no engine that serves what it has thrown away.
         self.gate.fall_asleep(weights_lost=level >= 2)
+        self._llm.sleep(level=level)
 
     def wake_up(self) -> None:
         """Wake the engine."""
@@ -74,10 +77,19 @@ class InferenceEngine(ServedRanks):
 
     def reset_caches(self) -> bool:
         """See `ServedRanks`."""
-        return bool(self._llm.reset_prefix_cache())
+        reset_caches(self._llm)
+        return True
 
     def on_ranks(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[PlainOutcome]:
-        """Ask every worker. A worker's death breaks the engine, and becomes the fault of that worker's rank."""
+        """Ask every worker. A worker's death breaks the engine, and becomes the fault of that worker's rank.
+
+        Raises HandshakeError, before any worker is asked, if there is not one argument for each of them.
+        """
+        if len(arguments) != len(self._processes):
+            raise HandshakeError(
+                f"{operation}: the engine has {len(self._processes)} workers and is seated as {len(arguments)} ranks; "
+                "give its member num_ranks = tensor-parallel size x pipeline stages"
+            )
         try:
             return self._llm.collective_rpc(
                 "reshard_perform",

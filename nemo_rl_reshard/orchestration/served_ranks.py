@@ -60,4 +60,5 @@ class ServedRanks(ABC):
         # Blocks computed by the old weights would be reused for any prompt that shares a prefix with an old one.
         if not self.reset_caches():
             raise TargetError("the engine did not reset its prefix cache: old keys and values would be reused")
+        self.gate.finish_refit(int(arguments[0]["order"]["version"]))
         return outcomes

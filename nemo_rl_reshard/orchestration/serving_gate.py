@@ -14,6 +14,7 @@ class ServingGate:
     def __init__(self, name: str) -> None:
         self._name = name
         self._version: int | None = None
+        self._finished: int | None = None
         self._why_closed = "no refit has succeeded since it started"
         self._asleep = False
         self._broken: str | None = None
@@ -48,9 +49,19 @@ class ServingGate:
         if num_unfinished:
             raise TargetError(f"{self._name} still has {num_unfinished} unfinished requests: drain or abort them first")
 
+    def finish_refit(self, version: int) -> None:
+        """Note that this engine holds all of `version`; whether the others do is not known yet."""
+        self._finished = version
+
     def publish(self, version: int) -> None:
-        """Open for `version`: every rank of the world has finished. Raises StateError if the engine is broken."""
+        """Open for `version`: every rank of the world has finished.
+
+        Raises StateError if the engine is broken, or does not hold `version` now: it was restarted, went to sleep or
+        was taken out of service after the refit.
+        """
         self._check_whole()
+        if self._finished != version:
+            raise StateError(f"{self._name} does not hold version {version} ({self._why_closed}): run a full refit")
         self._version = version
 
     def retract(self, why: str) -> None:
@@ -74,6 +85,7 @@ class ServingGate:
 
     def _close(self, why: str) -> None:
         self._version = None
+        self._finished = None
         self._why_closed = why
 
     def _check_whole(self) -> None:

@@ -53,6 +53,7 @@ class ReadableEngine(InferenceEngine):
         return self.digests()
 
     def serve_checkpoint(self) -> None:
+        self.gate.finish_refit(-1)
         self.gate.publish(-1)
 
     def tokens(self) -> list[list[int]]:

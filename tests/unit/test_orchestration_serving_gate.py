@@ -13,6 +13,7 @@ def gate() -> ServingGate:
 
 def published(gate: ServingGate, version: int) -> ServingGate:
     gate.begin_refit(num_unfinished=0)
+    gate.finish_refit(version)
     gate.publish(version)
     return gate
 
@@ -64,6 +65,28 @@ def test_a_refit_that_failed_elsewhere_is_taken_back(gate):
     published(gate, 1).retract("engine 1 failed")
     with pytest.raises(StateError, match="engine 1 failed"):
         gate.check_may_generate()
+
+
+def test_b63_a_version_is_not_published_over_weights_that_are_not_its_own(gate):
+    """A restarted actor, an order of another version, sleep or a retreat between the refit and its publication."""
+    with pytest.raises(StateError, match="does not hold version 1"):
+        gate.publish(1)
+    gate.begin_refit(num_unfinished=0)
+    gate.finish_refit(1)
+    with pytest.raises(StateError, match="does not hold version 2"):
+        gate.publish(2)
+    gate.fall_asleep(weights_lost=True)
+    gate.wake()
+    with pytest.raises(StateError, match=r"does not hold version 1 \(sleep threw its weights away"):
+        gate.publish(1)
+    gate.begin_refit(num_unfinished=0)
+    gate.finish_refit(2)
+    gate.retract("engine 1 failed")
+    with pytest.raises(StateError, match="engine 1 failed"):
+        gate.publish(2)
+    with pytest.raises(StateError, match="engine 1 failed"):
+        gate.check_may_generate()
+    assert published(gate, 3).check_may_generate() == 3
 
 
 def test_a_broken_engine_stays_broken(gate):
