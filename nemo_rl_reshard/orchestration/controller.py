@@ -60,8 +60,8 @@ class RefitController:
     def refit(self, version: int, *, backend: Backend | None = None, verify: VerifyMode | None = None) -> RefitReport:
         """Bring every engine to the trainers' weights and publish them as `version`; `None` means as configured.
 
-        Returns at the latest `deadline_s + grace_s` after the ranks were asked, set-up apart. Raises one RefitError
-        naming every failing rank; afterwards no engine serves until a refit succeeds. Raises StateError while lost
+        Set-up apart, the ranks are waited for at most `deadline_s + grace_s`; publishing, and tearing down after a
+        failure, take at most `2 * grace_s` each. Raises one RefitError naming every failing rank; afterwards no engine serves until a refit succeeds. Raises StateError while lost
         members are not replaced, DeclarationError or PlanError if the sides do not fit, ConfigError if ranks on other
         hosts could not reach the configured one.
         """
