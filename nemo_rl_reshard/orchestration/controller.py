@@ -61,9 +61,9 @@ class RefitController:
         """Bring every engine to the trainers' weights and publish them as `version`; `None` means as configured.
 
         Set-up apart, the ranks are waited for at most `deadline_s + grace_s`; publishing, and tearing down after a
-        failure, take at most `2 * grace_s` each. Raises one RefitError naming every failing rank; afterwards no engine serves until a refit succeeds. Raises StateError while lost
-        members are not replaced, DeclarationError or PlanError if the sides do not fit, ConfigError if ranks on other
-        hosts could not reach the configured one.
+        failure, take at most `2 * grace_s` each. Raises one RefitError naming every failing rank; afterwards no engine
+        serves until a refit succeeds. Raises StateError while lost members are not replaced, DeclarationError or
+        PlanError if the sides do not fit, ConfigError if ranks on other hosts could not reach the configured one.
         """
         backend = backend or self._config.backend
         start_s = time.perf_counter()
