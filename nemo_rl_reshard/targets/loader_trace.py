@@ -98,12 +98,13 @@ def trace_loader(
     for name, storages in feeds.items():
         for storage in storages & (converted or {}).keys():
             indirect.setdefault(name, f"{storage} was converted to {destinations[storage].dtype} after loading")
-    load_dtypes = {storage: tensor.dtype for storage, tensor in destinations.items()} | dict(converted or {})
-    dtypes = _dtypes(specs, feeds, load_dtypes, indirect, faults)
-    faults.raise_if_any()
     places: dict[str, list[LocalShard]] = defaultdict(list)
     for place in chain.from_iterable(placed.values()):
         places[place.shard.tensor].append(place.shard)
+    _check_places(places, indirect)
+    load_dtypes = {storage: tensor.dtype for storage, tensor in destinations.items()} | dict(converted or {})
+    dtypes = _dtypes(specs, feeds, load_dtypes, indirect, faults)
+    faults.raise_if_any()
     return LoaderTrace(
         places={name: tuple(sorted(found)) for name, found in places.items()},
         indirect=indirect,
@@ -225,6 +226,14 @@ def _check_claims(placed: Mapping[str, list[_Placed]], indirect: dict[str, str],
             faults.add(f"parameter {storage}: {' and '.join(names[:_NAMED])}{more} claim the same elements; send one")
         else:
             indirect.setdefault(names[0], f"it is written more than once, into {storage}")
+
+
+def _check_places(places: Mapping[str, list[LocalShard]], indirect: dict[str, str]) -> None:
+    """A rank takes an element once; a tensor with elements that land in two places is left to the loader."""
+    for name, shards in places.items():
+        if len(shards) > 1 and overlaps([shard.region for shard in shards]):
+            storages = ", ".join(sorted({shard.view.storage for shard in shards}))
+            indirect.setdefault(name, f"elements of it land in several places ({storages})")
 
 
 def _check_cover(

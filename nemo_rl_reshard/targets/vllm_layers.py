@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -119,12 +119,18 @@ class VllmLayers:
         self._open[layer] = module
         self.names.materialize(module, self.names.layer_record(module))
         parameters, buffers = self.names.params_and_buffers(module)
-        for storage in (f"{layer}.{name}".lstrip(".") for name in (*parameters, *buffers)):
-            base = self.tensor(storage).detach()
-            if storage in trace.partial and storage.rpartition(".")[2] not in self.names.never_parked:
-                base.zero_()
-                for view, value in trace.padding.get(storage, ()):
-                    base.as_strided(view.size, view.stride, base.storage_offset() + view.offset).fill_(value)
+        self._pad(trace, (f"{layer}.{name}".lstrip(".") for name in (*parameters, *buffers)))
+
+    def pad_in_place(self, layers: Collection[str], trace: LoaderTrace) -> None:
+        """Give the elements that no tensor fills their constant in layers that are written in place.
+
+        An engine that started with dummy weights, or threw its weights away in sleep, holds anything there. The other
+        elements of such a parameter are lost too: a full refit has to follow.
+        """
+        named = dict(self.model.named_parameters())
+        # A computed parameter may keep elements from before its loader ran; buffers are nobody's to blank.
+        partial = trace.partial & named.keys() - trace.computed
+        self._pad(trace, (storage for storage in partial if storage.rpartition(".")[0] in layers))
 
     def close(self, layer: str) -> None:
         """Run the post-load processing of an open layer; its result lands in the tensors the engine computes with."""
@@ -164,6 +170,15 @@ class VllmLayers:
             for attributes, old in zip(owners, before, strict=True):
                 attributes.clear()
                 attributes.update(old)
+
+    def _pad(self, trace: LoaderTrace, storages: Iterable[str]) -> None:
+        for storage in storages:
+            if storage not in trace.partial or storage.rpartition(".")[2] in self.names.never_parked:
+                continue
+            base = self.tensor(storage).detach()
+            base.zero_()
+            for view, value in trace.padding.get(storage, ()):
+                base.as_strided(view.size, view.stride, base.storage_offset() + view.offset).fill_(value)
 
     def _check_idle(self, module: nn.Module) -> None:
         record = self.names.layer_record(module)

@@ -134,6 +134,8 @@ class VllmTarget:
             raise StateError(f"begin: the refit to version {self._refit.version} is still open; abandon it first")
         weights_in_place(self._layers.model, self._asleep())
         setup.placement.check_experts()
+        live = {layer for layer, found in setup.modes.items() if found.mode is WriteMode.LIVE}
+        self._layers.pad_in_place(live, setup.trace.loader)
         setup.coverage.begin()
         setup.tied.begin()
         self.version = None

@@ -131,6 +131,8 @@ class WriteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note_write(self, func: Any, written: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not written.numel():
+            return  # a rank whose part is nothing but padding: it needs nothing of the tensor
         name, base = self._destinations[storage_key(written)]
         where = geometry(written)
         target = Strided(where.offset - int(base.storage_offset()), where.size, where.stride)

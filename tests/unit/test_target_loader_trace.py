@@ -291,3 +291,38 @@ def test_values_from_nowhere_are_refused() -> None:
 
     with pytest.raises(TargetError, match="values that come from no checkpoint tensor"):
         traced(rule, [spec("t", 4)], {"w": torch.zeros(4)})
+
+
+def padded_vocabulary(rank: int, rows: int = 4) -> Loader:
+    """As vLLM cuts a vocabulary: rows past its end are set to zero, and a rank may hold nothing else."""
+
+    def rule(parameters: Mapping[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+        first = min(rank * rows, len(tensor))
+        part = tensor.narrow(0, first, min(rows, len(tensor) - first))
+        parameters[name][: len(part)].copy_(part)
+        parameters[name][len(part) :].fill_(0)
+
+    return rule
+
+
+@pytest.mark.parametrize(("rank", "real"), [(0, 4), (1, 2), (2, 0)])
+def test_a_rank_that_holds_only_padding_of_a_vocabulary_needs_nothing_of_it_b34(rank: int, real: int) -> None:
+    """6 rows over 3 ranks of 4: the last rank copies no element, and must not wait for any."""
+    trace = assert_replays(padded_vocabulary(rank), [spec("embed", 6, 3)], {"embed": (4, 3)})
+    assert trace.indirect == {}
+    assert [shard.region.extent for shard in trace.shards_of("embed")] == ([(real, 3)] if real else [])
+    assert trace.ignored == (() if real else ("embed",))
+
+
+def test_a_tensor_that_lands_in_two_parameters_is_left_to_the_loader() -> None:
+    """A rank may need a region once only; whole or in part, the second place is the loader's business."""
+
+    def rule(parameters: Mapping[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+        parameters["embed"].copy_(tensor)
+        parameters["draft_embed"].copy_(tensor[1:])
+
+    parameters = {"embed": torch.zeros(4, 3), "draft_embed": torch.zeros(3, 3)}
+    trace = traced(rule, [spec("embed", 4, 3)], parameters)
+    assert trace.indirect == {"embed": "elements of it land in several places (draft_embed, embed)"}
+    assert trace.shards_of("embed") == ()
+    assert trace.feeds["embed"] == {"embed", "draft_embed"}

@@ -302,6 +302,38 @@ def test_discarded_weights_are_refused_until_they_have_memory_b64(names: VllmNam
     assert torch.equal(model.mlp.weight, fused(weights(3, 4)))
 
 
+class Padded(stub.Plain):
+    """Holds rows for `real` checkpoint rows and some more, which its loader sets to zero, or leaves if `fills` is false
+    (then it says how many elements a checkpoint fills, as padded experts do)."""
+
+    def __init__(self, rows: int, real: int, fills: bool) -> None:
+        super().__init__(rows, 3)
+        self.weight.weight_loader = self.load
+        self.real, self.fills = real, fills
+        if not fills:
+            self.weight.weight_loader_numel = real * 3
+
+    def load(self, param: torch.Tensor, tensor: torch.Tensor, half: int) -> None:
+        del half
+        param.data[: self.real].copy_(tensor)
+        if self.fills:
+            param.data[self.real :].fill_(0)
+
+
+@pytest.mark.parametrize("fills", [True, False])
+def test_padding_of_weights_written_in_place_is_made_anew_b35_b64(names: VllmNames, fills: bool) -> None:
+    """Dummy weights and discarded memory leave anything in the elements that no tensor fills, NaN included."""
+    first = {"mlp.gate": torch.ones(3, 3)}
+    model = stub.started(stub.StubModel(mlp=Padded(5, 3, fills)), names, first)
+    target = stub.target_of(model, names)
+    target.manifest(0, stub.specs_of(first))
+    assert target.modes["mlp"].mode == "live"
+    for version in (1, 2):
+        model.mlp.weight.data.fill_(torch.nan)
+        stub.refit(target, wanted := {"mlp.gate": torch.arange(9.0).view(3, 3) * version}, version)
+        assert torch.equal(model.mlp.weight, torch.cat([wanted["mlp.gate"], torch.zeros(2, 3)]))
+
+
 def test_abandon_puts_a_half_written_layer_back_b63(names: VllmNames) -> None:
     method = stub.post_load(names, swap_halves)
     model = stub.started(stub.StubModel(mlp=stub.GateUp(method=method)), names, weights(1, 2))
