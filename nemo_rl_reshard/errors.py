@@ -26,7 +26,7 @@ class PlanError(ReshardError):
 
 
 class HandshakeError(ReshardError):
-    """The ranks of a refit world do not agree; no byte was moved."""
+    """The ranks of a refit world do not agree. When it is about the coming refit, no byte was moved."""
 
 
 class StateError(ReshardError):

@@ -116,7 +116,7 @@ def _leaves(plain: Any, prefix: str) -> Iterator[str]:
 
 def _same_kind(present: Any, value: Any) -> bool:
     if isinstance(present, float) and not isinstance(value, bool):
-        return isinstance(value, int | float)
+        return isinstance(value, int | float)  # a whole number is written without a point
     return type(present) is type(value)
 
 

@@ -67,12 +67,18 @@ class WorldHost:
     """The driver's end of one generation of a refit world: owns its rendezvous and its secret, both used once."""
 
     def __init__(self, seating: Seating, host: str, generation: int, deadline_s: float) -> None:
-        """Listen on `host`, an address of this machine, under a fresh random token; the system picks the port."""
+        """Listen on `host`, an address of this machine, under a fresh random token; the system picks the port.
+
+        Raises ConfigError if `host` is no address of this machine.
+        """
         self._seating = seating
         self._deadline_s = deadline_s
         self.generation = generation
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._server = RendezvousServer(host, self._token)
+        try:
+            self._server = RendezvousServer(host, self._token)
+        except OSError as fault:
+            raise ConfigError(f"host: cannot listen on {host!r}: {fault}; give an address of this machine") from fault
 
     def to_plain(self) -> dict[str, Any]:
         """What every rank needs to join, except its own rank and address."""

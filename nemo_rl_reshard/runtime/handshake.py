@@ -65,7 +65,7 @@ class Agreement:
         except DistStoreError as fault:  # torch's own stores; ours raises what we raise
             raise self._timed_out(topic, deadline) from fault
         faults = differences([json.loads(self._store.get(key)) for key in keys])
-        raise HandshakeError("\n  - ".join([f"the ranks do not agree on {topic}; no byte was moved", *faults]))
+        raise HandshakeError("\n  - ".join([f"the ranks do not agree on {topic}", *faults]))
 
     def _timed_out(self, topic: str, deadline: Deadline) -> TransportTimeoutError:
         absent = [rank for rank in range(self._transport.size) if not self._came(rank)]

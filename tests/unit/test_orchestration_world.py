@@ -117,3 +117,8 @@ def test_ranks_on_other_hosts_need_an_address_they_can_reach(host):
     check_reachable("192.0.2.1", ["a", "b"])
     with pytest.raises(ConfigError, match=r"the ranks run on a, b"):
         check_reachable(host, ["b", "a", "b"])
+
+
+def test_a_host_that_is_no_address_of_this_machine_is_a_fault_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match=r"host: cannot listen on '192\.0\.2\.1'"):
+        WorldHost(Seating.of(trainers(1), engines(1)), "192.0.2.1", 1, 5.0)
