@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from nemo_rl_reshard.errors import RefitAbortedError
 from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.orchestration.outcome import DIED, SILENT, Fault, Outcome
 
@@ -50,16 +51,15 @@ def ask(
 
     `arguments(rank)` is the plain argument of one rank. Returns when all have answered, at the latest
     `deadline_s + grace_s` after the call. The first fault calls the others off through `call_off`, which must reach
-    ranks that are blocked; from then on they have `grace_s` to answer. Raises nothing: every failure, an actor's
-    death and silence included, becomes the fault of the ranks concerned.
+    ranks that are blocked; from then on they have `grace_s` to answer. Whom nothing could call off is not called
+    silent for having been slower than that. Raises nothing: every failure, an actor's death and silence included,
+    becomes the fault of the ranks concerned.
     """
     end_s = time.monotonic() + deadline_s + grace_s
     answers = Answers()
     waiting: dict[ray.ObjectRef[Any], tuple[int, Member]] = {}
     for first, member in members.items():
-        ranks = range(first, first + member.num_ranks)
-        common = {"answer_within_s": deadline_s + grace_s / 2}
-        reference = member.submit(operation, [{**arguments(rank), **common, "rank": rank} for rank in ranks])
+        reference = start(first, member, operation, arguments, answer_within_s=deadline_s + grace_s / 2)
         waiting[reference] = (first, member)
     called_off = False
     while waiting and (left_s := end_s - time.monotonic()) > 0:
@@ -73,12 +73,29 @@ def ask(
             if call_off is not None:
                 fault = next(outcome for outcome in answers.outcomes if outcome.fault is not None)
                 call_off(f"rank {fault.rank} failed in {operation}: {fault.fault}")
+    unheard = Fault(SILENT, f"gave no answer to {operation}")
+    if called_off and call_off is None:
+        unheard = Fault(RefitAbortedError.__name__, f"had not answered to {operation} when another rank failed")
     for first, member in waiting.values():
-        answers.add(member, _same(first, member, Fault(SILENT, f"gave no answer to {operation}")))
+        answers.add(member, _same(first, member, unheard))
     if waiting and not called_off and call_off is not None:
         call_off(f"{', '.join(member.name for _, member in waiting.values())} gave no answer to {operation}")
     answers.outcomes.sort(key=lambda outcome: outcome.rank)
     return answers
+
+
+def start(
+    first: int,
+    member: Member,
+    operation: str,
+    arguments: Callable[[int], Mapping[str, Any]],
+    *,
+    answer_within_s: float,
+) -> ray.ObjectRef[Any]:
+    """Have the member whose first rank is `first` perform `operation`, and do not wait; see `ask`."""
+    common = {"answer_within_s": answer_within_s}
+    ranks = range(first, first + member.num_ranks)
+    return member.submit(operation, [{**arguments(rank), **common, "rank": rank} for rank in ranks])
 
 
 def _read(reference: ray.ObjectRef[Any], first: int, member: Member, timeout_s: float) -> list[Outcome]:
@@ -93,7 +110,10 @@ def _read(reference: ray.ObjectRef[Any], first: int, member: Member, timeout_s: 
         return _same(first, member, Fault(type(error.cause).__name__, str(error.cause)))
     except RayError as error:
         return _same(first, member, Fault(DIED, f"its actor is gone: {_first_line(error)}"))
-    found = [Outcome.from_plain(answer) for answer in plain]
+    try:
+        found = [Outcome.from_plain(answer) for answer in plain]
+    except (KeyError, TypeError, ValueError) as error:
+        return _same(first, member, Fault("HandshakeError", f"answered what is no outcome: {error!r}"))
     if [outcome.rank for outcome in found] != list(range(first, first + member.num_ranks)):
         odd = [outcome.rank for outcome in found]
         fault = Fault("HandshakeError", f"answered for ranks {odd}, asked for {member.num_ranks} from {first} on")

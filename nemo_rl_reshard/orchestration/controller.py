@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from nemo_rl_reshard.config import Backend, RefitConfig
 from nemo_rl_reshard.errors import StateError
-from nemo_rl_reshard.orchestration.asking import Answers, ask
+from nemo_rl_reshard.orchestration.asking import Answers, ask, start
 from nemo_rl_reshard.orchestration.first_cause import refit_error
 from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.orchestration.plan_book import PlanBook, Planned, source_catalog
@@ -159,19 +160,27 @@ class RefitController:
         self._lost |= answers.dead | answers.silent
         if answers.failed:
             error = refit_error(operation, answers.outcomes, self._seating.rank_names())
-            self._tear_down(failure=str(error))
+            self._tear_down(failure=str(error), unheard=answers.silent)
             raise error
         return answers
 
-    def _tear_down(self, failure: str | None) -> None:
-        """Have every member that can still answer leave the world; after a `failure`, engines stop serving."""
+    def _tear_down(self, failure: str | None, unheard: AbstractSet[str] = frozenset()) -> None:
+        """Have every member that can still answer leave the world; after a `failure`, engines stop serving.
+
+        Members that were `unheard` in that failure are told and not waited for: should they wake up and do what they
+        had been asked, publishing above all, they take it back at once.
+        """
         asked = self._seating.members if failure is not None else self._joined
+        grace_s = self._config.grace_s
+        for first, member in asked.items():
+            if member.name in unheard:
+                start(first, member, "close", lambda _: {"failure": failure}, answer_within_s=grace_s)
         answers = ask(
             {first: member for first, member in asked.items() if member.name not in self._lost},
             "close",
             lambda _: {"failure": failure},
-            deadline_s=self._config.grace_s,
-            grace_s=self._config.grace_s,
+            deadline_s=grace_s,
+            grace_s=grace_s,
         )
         # A member that is busy with its own work, or still starting, leaves later: that is no reason to replace it.
         self._lost |= answers.dead

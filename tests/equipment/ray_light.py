@@ -95,6 +95,7 @@ class LightEngine(ServedRanks):
         self._shards = {name: [(box, torch.full(box.extent, torch.nan))] for name, box in needs.items()}
         self._fault: Planned | None = None
         self._unfinished = [0]
+        self._publishes_after_s = 0.0
 
     def arm(self, fault: Planned | None) -> None:
         """Strike `fault` in the next world."""
@@ -103,6 +104,16 @@ class LightEngine(ServedRanks):
     def have_requests(self, *counts: int) -> None:
         """What the next idle checks find, one after the other; the last count stays."""
         self._unfinished = list(counts)
+
+    def publish_late(self, seconds: float) -> None:
+        """Take this long over the next publication."""
+        self._publishes_after_s = seconds
+
+    def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        if operation == "publish":
+            seconds, self._publishes_after_s = self._publishes_after_s, 0.0
+            threading.Event().wait(seconds)
+        return super().reshard(operation, arguments)
 
     def want(self, tensor: str) -> None:
         """Need one tensor more, of shape [2]."""

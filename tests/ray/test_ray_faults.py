@@ -137,6 +137,38 @@ def test_a_member_busy_with_its_own_work_delays_a_new_world_and_is_not_lost(ligh
     controller.close()
 
 
+def test_a_slow_member_is_not_lost_when_another_fails_to_declare(light):
+    """Nothing can hurry a rank that sits in no world yet, so its slowness is no reason to replace it."""
+    controller = light.controller(deadline_s=DEADLINE_S, grace_s=1.0)
+    light.arm(light.engines[1], Planned("raise", "manifest"))
+    working = light.engines[0].handle.work.remote(4.0)
+    light.fill(167)
+    with pytest.raises(RefitError, match="declare failed") as failed:
+        controller.refit(167)
+    assert list(failed.value.causes) == ["rank 4 (engine 1)"]
+    assert "had not answered to declare" in failed.value.waiting["rank 3 (engine 0)"]
+    assert controller.lost == frozenset()
+    assert ray.get(working, timeout=10) is None
+    succeed(light, controller, 168)
+    controller.close()
+
+
+def test_b63_an_engine_that_publishes_after_the_refit_was_given_up_takes_it_back(light):
+    controller = light.controller(deadline_s=DEADLINE_S, grace_s=1.0)
+    succeed(light, controller, 155)
+    ray.get(light.engines[1].handle.publish_late.remote(4.0), timeout=30)
+    light.fill(156)
+    with pytest.raises(RefitError, match="publish failed") as failed:
+        controller.refit(156)
+    assert list(failed.value.causes) == ["rank 4 (engine 1)"]
+    assert controller.lost == {"engine 1"}
+    # Answered only after the late publication, and after what follows it.
+    assert light.versions() == [None, None]
+    controller.replace(light.engines[1])
+    succeed(light, controller, 157)
+    controller.close()
+
+
 def test_a_raise_while_declaring_is_one_error_before_any_world_stands(light, controller):
     light.arm(light.trainers[0], Planned("raise", "manifest"))
     light.fill(170)
