@@ -13,7 +13,7 @@ import torch
 from grpo.actors import Cast, generate
 from grpo.batch import Sample
 from grpo.loss import group_advantages
-from grpo.run_folder import RunFolder
+from grpo.run_folder import RunFolder, without_refit
 from grpo.task import questions, reward
 from nemo_rl_reshard.config import Backend
 from nemo_rl_reshard.orchestration.controller import RefitController
@@ -83,11 +83,6 @@ def _step(step: int, cast: Cast, controller: RefitController, backend: Backend, 
 
 def _refit(step: int, controller: RefitController, backend: Backend, config: Mapping[str, Any]) -> Metrics:
     """Refit to version `step`, or leave it out at a stale step: then the measured keys are null."""
-    if step not in config["grpo"]["stale_steps"]:
-        return {**controller.refit(step, backend=backend).metrics(), "refit/skipped": False}
-    return {
-        "refit/backend": str(backend),
-        "refit/version": step - 1,
-        "refit/seconds": None,
-        "refit/skipped": True,
-    }
+    if step in config["grpo"]["stale_steps"]:
+        return without_refit(step, config["grpo"]["stale_steps"], str(backend))
+    return {**controller.refit(step, backend=backend).metrics(), "refit/skipped": False}

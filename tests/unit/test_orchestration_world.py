@@ -9,6 +9,7 @@ from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.orchestration.rank_operations import address_towards
 from nemo_rl_reshard.orchestration.world import Seating, WorldHost, check_reachable
 from nemo_rl_reshard.params.manifest import Side
+from nemo_rl_reshard.runtime.world import World
 from nemo_rl_reshard.transport.abort_watcher import abort_key
 from nemo_rl_reshard.transport.rendezvous import RendezvousStore
 
@@ -53,6 +54,16 @@ def test_every_fault_of_a_seating_is_in_one_error():
         "engine 0 carries no rank",
     ):
         assert fault in str(refused.value)
+
+
+def test_b72_a_worlds_text_does_not_show_its_token():
+    """Whatever prints it: an assertion, a debugger, a log of arguments."""
+    seating = Seating.of(trainers(1), engines(1))
+    host = WorldHost(seating, "127.0.0.1", 1, 5.0)
+    host.close()
+    plain = host.to_plain()
+    assert plain["token_hex"] not in repr(World.from_plain({**plain, "rank": 0, "host": "127.0.0.1"}))
+    assert plain["token_hex"] not in repr(host)
 
 
 def test_each_generation_has_its_own_port_and_token():
