@@ -36,6 +36,30 @@ POSITIVE = (
     "cluster.num_cpus",
     "cluster.start_timeout_s",
 )
+FRACTIONS = (
+    "policy.learning_rate",
+    "policy.max_gradient_norm",
+    "policy.timeout_s",
+    "loss.max_importance_weight",
+    "cluster.start_timeout_s",
+)
+"""Those of POSITIVE that need not be whole."""
+NEEDED = (
+    *POSITIVE,
+    "seed",
+    "grpo.stale_steps",
+    "policy.compute_dtype",
+    "loss.clip_low",
+    "loss.clip_high",
+    "generation.engines",
+    "generation.dtype",
+    "generation.kv_cache_gib",
+    "generation.live_weights",
+    "cluster.show_worker_output",
+    "refit.backend",
+    "logger.run_dir",
+    "logger.tensorboard",
+)
 DTYPES = ("float32", "bfloat16")
 
 
@@ -54,6 +78,10 @@ def load_config(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         _apply(config, override, faults)
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
+    missing = sorted(set(NEEDED) - {*_leaves(plain, "")})
+    if missing:
+        faults.extend(f"{key}: missing; grpo_base.yaml and a recipe's `cluster` have all keys" for key in missing)
+        faults.raise_if_any()
     faults.extend(_values(plain))
     _read_refit(plain["refit"], faults)
     faults.raise_if_any()
@@ -98,7 +126,8 @@ def _apply(config: DictConfig, override: str, faults: FaultList) -> None:
         faults.add(f"{key}: unknown key; " + (f"did you mean {close[0]!r}?" if close else "see the configuration file"))
         return
     present = OmegaConf.select(config, key)
-    if present is not None and key not in ("refit.backend", "refit.verify") and not _same_kind(present, value):
+    # The refit section knows the kinds of its fields itself.
+    if present is not None and not key.startswith("refit.") and not _same_kind(present, value):
         faults.add(f"{key}: {value!r} is not of the kind of {present!r}")
         return
     OmegaConf.update(config, key, value)
@@ -125,24 +154,32 @@ def _values(plain: dict[str, Any]) -> Iterator[str]:
     wrong = [key for key in POSITIVE if not _is_positive(plain, key)]
     for key in wrong:
         section, _, name = key.partition(".")
-        yield f"{key}: {plain.get(section, {}).get(name)!r} is not a positive number"
+        number = "number" if key in FRACTIONS else "whole number"
+        yield f"{key}: {plain[section][name]!r} is not a positive {number}"
+    for name in ("clip_low", "clip_high"):
+        if not _is_number(plain["loss"][name]) or plain["loss"][name] < 0:
+            yield f"loss.{name}: {plain['loss'][name]!r} is no number of 0 or more"
     if not wrong:
         yield from _sizes(plain)
     for section, name in (("policy", "compute_dtype"), ("generation", "dtype")):
         if plain[section][name] not in DTYPES:
             yield f"{section}.{name}: {plain[section][name]!r} is none of {', '.join(DTYPES)}"
     engines = plain["generation"]["engines"]
-    if not engines or not all(isinstance(size, int) and size > 0 for size in engines):
+    if not isinstance(engines, list) or not engines or not all(isinstance(size, int) and size > 0 for size in engines):
         yield f"generation.engines: {engines!r} is not a list of tensor-parallel sizes"
     steps = plain["grpo"]["stale_steps"]
-    if not all(isinstance(step, int) and step > 0 for step in steps):
+    if not isinstance(steps, list) or not all(isinstance(step, int) and step > 0 for step in steps):
         yield f"grpo.stale_steps: {steps!r} must be steps after step 0, which has no older weights to keep"
 
 
 def _is_positive(plain: dict[str, Any], key: str) -> bool:
     section, _, name = key.partition(".")
-    value = plain.get(section, {}).get(name)
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    value = plain[section][name]
+    return _is_number(value) and value > 0 and (isinstance(value, int) or key in FRACTIONS)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _sizes(plain: dict[str, Any]) -> Iterator[str]:

@@ -96,6 +96,46 @@ def test_sizes_that_do_not_divide_are_refused_by_name() -> None:
     assert "30 samples a step" in faults[1]
 
 
+def test_a_time_of_the_refit_section_may_be_a_fraction_though_the_recipe_writes_it_whole() -> None:
+    config = load_config(RECIPE, ["refit.deadline_s=0.5", "refit.topology.fast_gb_per_s=2"])
+    section = refit_section(config, "reshard")
+    assert (section.deadline_s, section.topology.fast_gb_per_s) == (0.5, 2.0)
+    assert faults_of("refit.deadline_s=soon", "refit.topology=3") == [
+        "refit.deadline_s: input should be a valid number, unable to parse string as a number, got 'soon'",
+        "refit.topology: input should be a valid dictionary or instance of TopologyConfig, got 3",
+    ]
+
+
+def test_a_file_that_stands_alone_and_lacks_keys_is_told_all_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("seed: 0\npolicy:\nrefit: {route: all}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["sed=1"])
+    faults = str(caught.value).split("\n  - ")[1:]
+    assert "did you mean 'seed'" in faults[0]
+    for key in ("policy.dp", "policy.compute_dtype", "refit.backend", "loss.clip_low", "logger.run_dir"):
+        assert sum(fault.startswith(f"{key}: missing") for fault in faults) == 1, key
+
+
+def test_values_of_a_file_are_held_to_the_rules_of_overrides(tmp_path: Path) -> None:
+    for name in ("grpo_base.yaml", "grpo_qwen_cpu.yaml"):
+        (tmp_path / name).write_text((ROOT / "configs" / name).read_text())
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: grpo_qwen_cpu.yaml\ngrpo: {num_steps: 2.5, stale_steps: 8}\n"
+        "generation: {engines: 2}\nloss: {clip_low: -0.1}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "mine.yaml", [])
+    faults = str(caught.value).split("\n  - ")[1:]
+    assert [fault.split(":")[0] for fault in faults] == [
+        "grpo.num_steps",
+        "loss.clip_low",
+        "generation.engines",
+        "grpo.stale_steps",
+    ]
+    assert "2.5 is not a positive whole number" in faults[0]
+
+
 def test_a_backend_named_twice_is_refused() -> None:
     assert faults_of("refit.backend=[reshard,reshard]") == ["refit.backend: ['reshard', 'reshard'] names one twice"]
 
