@@ -198,23 +198,25 @@ class WriteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _origin(self, tensor: torch.Tensor) -> tuple[str, Strided] | None:
         """(checkpoint tensor, view of it) when `tensor` holds exactly that view's elements."""
         key = storage_key(tensor)
-        if key in self._names:
-            return self._names[key], geometry(tensor)
+        if key in self._derived:
+            return None  # a checkpoint tensor too, once the loader has changed it in place
         copied = self._copied.get(key)
         if copied is None:
-            return None
+            return (self._names[key], geometry(tensor)) if key in self._names else None
         view = through_copy(copied.origin, copied.own, geometry(tensor))
         return None if view is None else (copied.tensor, view)
 
     def _made_of(self, tensor: torch.Tensor) -> _Derived:
         key = storage_key(tensor)
-        if key in self._names:
-            return _Derived("it is not copied as one box", tensors=frozenset({self._names[key]}))
+        if key in self._derived:
+            return self._derived[key]
         if key in self._copied:
             return _Derived("it is reshaped by the loader", tensors=frozenset({self._copied[key].tensor}))
+        if key in self._names:
+            return _Derived("it is not copied as one box", tensors=frozenset({self._names[key]}))
         if key in self._destinations:
             return _Derived("it is transformed in place", storages=frozenset({self._destinations[key][0]}))
-        return self._derived.get(key, _Derived())
+        return _Derived()
 
     def _merge(self, func: Any, tensors: list[torch.Tensor]) -> _Derived:
         made = [self._made_of(tensor) for tensor in tensors]

@@ -326,3 +326,28 @@ def test_a_tensor_that_lands_in_two_parameters_is_left_to_the_loader() -> None:
     assert trace.indirect == {"embed": "elements of it land in several places (draft_embed, embed)"}
     assert trace.shards_of("embed") == ()
     assert trace.feeds["embed"] == {"embed", "draft_embed"}
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1, 2)], ids=["whole", "part"])
+def test_a_loader_that_changes_a_tensor_before_it_copies_it_is_computing(part: slice) -> None:
+    """Norms that keep weight - 1, scales folded in place: what is copied is no longer what the trainer sent."""
+
+    def rule(parameters: Mapping[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+        tensor[part].add_(1)
+        parameters[name].copy_(tensor)
+
+    trace = traced(rule, [spec("norm", 3)], {"norm": torch.zeros(3)})
+    assert "it is computed by the loader (aten.add_" in trace.indirect["norm"]
+    assert trace.shards_of("norm") == ()
+    assert trace.computed == {"norm"}
+
+
+def test_a_loader_that_turns_a_tensor_round_in_place_is_computing() -> None:
+    def rule(parameters: Mapping[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+        tensor.copy_(tensor.flip(0))
+        parameters[name].copy_(tensor)
+
+    trace = traced(rule, [spec("norm", 3)], {"norm": torch.zeros(3)})
+    assert trace.shards_of("norm") == ()
+    assert trace.indirect.keys() == {"norm"}
+    assert trace.computed == {"norm"}
