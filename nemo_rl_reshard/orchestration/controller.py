@@ -171,6 +171,18 @@ class RefitController:
         had been asked, publishing above all, they take it back at once.
         """
         asked = self._seating.members if failure is not None else self._joined
+        self._joined = {}
+        self._adopted = None
+        try:
+            self._send_off(asked, failure, unheard)
+        finally:
+            # Even if the driver is interrupted here, or the cluster is gone: no port and no thread stays behind.
+            if self._world is not None:
+                self._world.close()
+                self._world = None
+
+    def _send_off(self, asked: Mapping[int, Member], failure: str | None, unheard: AbstractSet[str]) -> None:
+        """Ask `asked` to leave; see `_tear_down`."""
         grace_s = self._config.grace_s
         for first, member in asked.items():
             if member.name in unheard:
@@ -184,8 +196,3 @@ class RefitController:
         )
         # A member that is busy with its own work, or still starting, leaves later: that is no reason to replace it.
         self._lost |= answers.dead
-        self._joined = {}
-        self._adopted = None
-        if self._world is not None:
-            self._world.close()
-            self._world = None

@@ -1,10 +1,13 @@
 """Seating both sides in one world, and the rendezvous of each generation. B13 B14 B72."""
 
 import threading
+from typing import Any
 
 import pytest
 
-from nemo_rl_reshard.errors import ConfigError, DeclarationError, HandshakeError, RefitAbortedError
+from nemo_rl_reshard.config import RefitConfig
+from nemo_rl_reshard.errors import ConfigError, DeclarationError, HandshakeError, RefitAbortedError, TransportError
+from nemo_rl_reshard.orchestration.controller import RefitController
 from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.orchestration.rank_operations import address_towards
 from nemo_rl_reshard.orchestration.world import Seating, WorldHost, check_reachable
@@ -54,6 +57,28 @@ def test_every_fault_of_a_seating_is_in_one_error():
         "engine 0 carries no rank",
     ):
         assert fault in str(refused.value)
+
+
+class Unreachable(Member):
+    """A member of a cluster that was shut down before its controller."""
+
+    def submit(self, operation: str, arguments: Any) -> Any:
+        del arguments
+        raise RuntimeError(f"{operation}: the cluster is gone")
+
+
+def test_a_controller_whose_cluster_is_gone_leaves_no_rendezvous_behind():
+    members = [Unreachable(name, side, 1, handle=None) for name, side in (("t", Side.TRAINER), ("e", Side.INFERENCE))]
+    controller = RefitController(members[:1], members[1:], RefitConfig())
+    seating = Seating.of(members[:1], members[1:])
+    controller._world = host = WorldHost(seating, "127.0.0.1", 1, 5.0)
+    controller._joined = seating.members
+    with pytest.raises(RuntimeError, match="close: the cluster is gone"):
+        controller.close()
+    with pytest.raises(TransportError):
+        RendezvousStore(host._server.address, host._token, timeout_s=0.2)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("refit-rendezvous")]
+    controller.close()
 
 
 def test_b72_a_worlds_text_does_not_show_its_token():
