@@ -111,5 +111,5 @@ def generate(
     }
     shares = [list(prompts[index :: len(cast.engines)]) for index in range(len(cast.engines))]
     asked = [engine.generate.remote(share, sampling) for engine, share in zip(cast.engines, shares, strict=True)]
-    found = [answers for _, answers in ray.get(asked)]
+    found = [answers for _, answers in ray.get(asked, timeout=config["cluster"]["step_timeout_s"])]
     return [found[index % len(found)][index // len(found)] for index in range(len(prompts))]

@@ -35,6 +35,7 @@ POSITIVE = (
     "loss.max_importance_weight",
     "cluster.num_cpus",
     "cluster.start_timeout_s",
+    "cluster.step_timeout_s",
 )
 FRACTIONS = (
     "policy.learning_rate",
@@ -42,6 +43,7 @@ FRACTIONS = (
     "policy.timeout_s",
     "loss.max_importance_weight",
     "cluster.start_timeout_s",
+    "cluster.step_timeout_s",
 )
 """Those of POSITIVE that need not be whole."""
 NEEDED = (

@@ -32,7 +32,7 @@ def train(
     on_step: Callable[[Metrics], None],
 ) -> list[Metrics]:
     """Run all steps from the checkpoint's weights and return their metrics. `on_step` sees each as it is done."""
-    ray.get([trainer.restart.remote() for trainer in cast.trainers])
+    ray.get([trainer.restart.remote() for trainer in cast.trainers], timeout=config["cluster"]["step_timeout_s"])
     history = []
     for step in range(config["grpo"]["num_steps"]):
         metrics = _step(step, cast, controller, backend, config)
@@ -70,7 +70,10 @@ def _step(step: int, cast: Cast, controller: RefitController, backend: Backend, 
     training_s = time.perf_counter()
     shared = ray.put(samples)
     seed = config["seed"] * 100_003 + step
-    trained = ray.get([trainer.train_step.remote(shared, seed) for trainer in cast.trainers])
+    trained = ray.get(
+        [trainer.train_step.remote(shared, seed) for trainer in cast.trainers],
+        timeout=config["cluster"]["step_timeout_s"],
+    )
     metrics["timing/train/policy_training"] = time.perf_counter() - training_s
     return metrics | {
         "reward/mean": float(rewards.mean()),

@@ -11,7 +11,7 @@ from nemo_rl_reshard.orchestration.child_watch import ChildWatch
 from nemo_rl_reshard.orchestration.outcome import DIED, Fault, Outcome
 from nemo_rl_reshard.orchestration.served_ranks import PlainOutcome, ServedRanks
 from nemo_rl_reshard.orchestration.worker_extension import WORKER_EXTENSION
-from nemo_rl_reshard.targets.vllm_front import reset_caches
+from nemo_rl_reshard.targets.vllm_front import publish_version, reset_caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,11 @@ class InferenceEngine(ServedRanks):
     def num_unfinished(self) -> int:
         """See `ServedRanks`."""
         return int(self._llm.llm_engine.get_num_unfinished_requests())
+
+    def publish(self, version: int) -> None:
+        """See `ServedRanks`."""
+        publish_version(self._llm, version)
+        super().publish(version)
 
     def reset_caches(self) -> bool:
         """See `ServedRanks`."""

@@ -40,10 +40,14 @@ class ServedRanks(ABC):
         """The version served, None while the engine must not generate."""
         return self.gate.version
 
+    def publish(self, version: int) -> None:
+        """Open the gate for what the last refit brought. An engine that tags its outputs is told the version first."""
+        self.gate.publish(version)
+
     def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[PlainOutcome]:
         """Perform one operation of the controller."""
         if operation == "publish":
-            self.gate.publish(int(arguments[0]["version"]))
+            self.publish(int(arguments[0]["version"]))
             return [Outcome(int(argument["rank"])).to_plain() for argument in arguments]
         if operation == "refit":
             return self._refit(arguments)
