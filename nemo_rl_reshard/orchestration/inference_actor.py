@@ -77,8 +77,8 @@ class InferenceEngine(ServedRanks):
 
     def publish(self, version: int) -> None:
         """See `ServedRanks`."""
-        publish_version(self._llm, version)
         super().publish(version)
+        publish_version(self._llm, version)
 
     def reset_caches(self) -> bool:
         """See `ServedRanks`."""

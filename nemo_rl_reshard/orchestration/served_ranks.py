@@ -41,7 +41,7 @@ class ServedRanks(ABC):
         return self.gate.version
 
     def publish(self, version: int) -> None:
-        """Open the gate for what the last refit brought. An engine that tags its outputs is told the version first."""
+        """Open the gate for what the last refit brought; an engine that tags its outputs is told the version too."""
         self.gate.publish(version)
 
     def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[PlainOutcome]:

@@ -34,6 +34,9 @@ class Engine:
     def reset_mm_cache(self) -> None:
         self.calls.append("image cache")
 
+    def update_weight_version(self, version: str) -> None:
+        self.calls.append(f"version {version}")
+
     def collective_rpc(self, method: str, timeout: float, args: tuple[str, list[dict[str, Any]]]) -> list[Any]:
         del method, timeout
         self.calls.append(args[0])
@@ -68,6 +71,7 @@ def test_a_refit_resets_every_cache_of_old_results_and_only_then_can_be_publishe
         assert actor.version() is None
         actor.reshard("publish", ranks(2, version=version))
         assert actor.version() == version
+        assert actor._llm.calls[-1] == f"version {version}"
 
 
 def test_a_cache_that_stays_keeps_the_refit_from_being_published(actor):
