@@ -6,7 +6,10 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -86,6 +89,7 @@ class ProcessGroupTransport:
         self._first_cause: ReshardError | None = None
         self._closed = False
         self._groups: dict[tuple[int, ...], Any] = {}
+        self._building: Future[Any] | None = None
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         self._started: set[_StartedWork] = set()
@@ -197,7 +201,7 @@ class ProcessGroupTransport:
         self._meet(place, ranks, deadline)
         try:
             store = dist.PrefixStore(place, self._store)  # type: ignore[attr-defined]
-            group = self._backend.build(store, ranks.index(self.rank), len(ranks), max(0.001, deadline.remaining_s()))
+            group = self._build(store, ranks.index(self.rank), len(ranks), deadline)
         except (RuntimeError, TransportError) as fault:
             raise self._explain(f"connecting ranks {ranks}", fault, self._timeout_s) from fault
         with self._lock:
@@ -207,6 +211,34 @@ class ProcessGroupTransport:
             self._backend.break_off(group)
             self._raise_if_unusable()
         return group
+
+    def _build(self, store: Any, index: int, size: int, deadline: Deadline) -> Any:
+        """Build a group in a thread of its own, and leave as soon as the refit is called off.
+
+        gloo cannot be interrupted while it connects: a member that gave up meanwhile would cost the whole timeout.
+        The thread that is left behind ends by that timeout.
+        """
+        built: Future[Any] = Future()
+
+        def connect() -> None:
+            try:
+                group = self._backend.build(store, index, size, max(0.001, deadline.remaining_s()))
+            except BaseException as fault:  # for the waiting thread, which raises it
+                outcome: Callable[[], None] = partial(built.set_exception, fault)
+            else:
+                outcome = partial(built.set_result, group)
+            with suppress(InvalidStateError):  # called off meanwhile
+                outcome()
+
+        with self._lock:
+            cause, self._building = self._first_cause, built
+        if cause is not None:
+            raise cause
+        threading.Thread(target=connect, name="refit-connect", daemon=True).start()
+        try:
+            return built.result()
+        finally:
+            self._building = None
 
     def _meet(self, place: str, ranks: tuple[int, ...], deadline: Deadline) -> None:
         """Wait until every member is at `place` with the same idea of the world; name those that are not."""
@@ -259,6 +291,10 @@ class ProcessGroupTransport:
             first = self._first_cause is None
             if first:
                 self._first_cause = cause
+            building = self._building
+        if building is not None:
+            with suppress(InvalidStateError):  # it was built at the last moment
+                building.set_exception(cause)
         if first:
             self._publish(str(cause))
             self._break_off()
