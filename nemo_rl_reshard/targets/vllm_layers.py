@@ -147,11 +147,19 @@ class VllmLayers:
             with self.configured(), torch.no_grad():
                 step(self._modules[layer])
 
-    def undo(self) -> None:
-        """Give every open layer its old tensors back; what was written into the load-time layout is lost."""
-        while self._open:
-            _, module = self._open.popitem()
-            self._put_back(module)
+    def undo(self) -> list[str]:
+        """Give every open layer its old tensors back; what was written into the load-time layout is lost.
+
+        Returns a sentence for each layer that could not be put back. Such a layer refuses every later refit.
+        """
+        faults = []
+        for layer, module in self._open.items():
+            try:
+                self._put_back(module)
+            except Exception as fault:  # whatever it is, the other layers can still be put back
+                faults.append(f"layer {layer}: {type(fault).__name__}: {fault}")
+        self._open.clear()
+        return faults
 
     @contextmanager
     def scratch(self, layer: str) -> Iterator[nn.Module]:
@@ -183,7 +191,10 @@ class VllmLayers:
     def _check_idle(self, module: nn.Module) -> None:
         record = self.names.layer_record(module)
         if record.kernel_tensors is not None or record.can_load():
-            raise TargetError(f"{type(module).__name__} is in the middle of another reload; finish that one first")
+            raise TargetError(
+                f"{type(module).__name__} is in the middle of another reload, or of a refit that could not be undone; "
+                "finish that one first, or restart the engine"
+            )
 
     def _restore(self, module: nn.Module) -> None:
         self._check_idle(module)

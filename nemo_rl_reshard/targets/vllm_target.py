@@ -74,6 +74,7 @@ class VllmTarget:
         self._asleep = asleep
         self._setup: _Setup | None = None
         self._refit: _Refit | None = None
+        self._torn: list[str] = []
         self.version: int | None = None
         self.peak_extra_bytes = 0
 
@@ -96,6 +97,7 @@ class VllmTarget:
         """
         if self._refit is not None:
             raise StateError(f"manifest: the refit to version {self._refit.version} is still open")
+        self._check_whole()
         self._setup = None
         weights_in_place(self._layers.model, self._asleep())
         refuse_quantised(self._layers, self._config)
@@ -225,11 +227,8 @@ class VllmTarget:
         """After a failure: every layer gets its old tensors back, so that the next full refit starts clean."""
         self._refit = None
         self.version = None
-        try:
-            self._layers.undo()
-        except Exception:
-            # The failure that led here is the one to report; without a set-up nothing trusts this engine again.
-            self._setup = None
+        # Not raised: the failure that led here is the one to report. The next call on this engine says it.
+        self._torn = self._layers.undo()
 
     def _open_for(self, tensor: str) -> None:
         """Open the packed layers that `tensor` lands in."""
@@ -253,7 +252,13 @@ class VllmTarget:
                     self._layers.close(layer)
                     refit.processed.add(layer)
 
+    def _check_whole(self) -> None:
+        faults = FaultList("restart the engine: an abandoned refit could not be undone", TargetError)
+        faults.extend(self._torn)
+        faults.raise_if_any()
+
     def _ready(self) -> _Setup:
+        self._check_whole()
         if self._setup is None:
             raise StateError("the engine's loader has not been traced yet: call manifest first")
         return self._setup
