@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,15 +11,15 @@ from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.runtime.endpoint import Source
 
 
-class ReshardTrainer:
+class ReshardTrainer(ABC):
     """Mix in and say in `reshard_source` what the actor trains. Carries one rank.
 
     A refit blocks the actor; calling it off does not need the actor, since that travels through the refit's store.
     """
 
+    @abstractmethod
     def reshard_source(self, rank: int) -> Source:
         """The live weights as refit rank `rank` holds them; asked for whenever a refit world is built."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it trains: define reshard_source()")
 
     def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Perform one operation of the controller; plain argument in, plain outcome out."""

@@ -27,6 +27,7 @@ from nemo_rl_reshard.transport.protocol import Transport
 from nemo_rl_reshard.transport.rendezvous import RendezvousServer
 
 HOST = "127.0.0.1"
+MLP, NORM = "model.layers.0.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"
 
 Declared = Sequence[tuple[str, TensorLayout, str]]
 """Name, layout and dtype of each tensor, in model order."""
@@ -70,6 +71,38 @@ def planned_ranks(
     routes = decide_routes(held, needed, policy)
     plan = make_plan(held, needed, routes, Topology(domains=domains), options or PlanOptions())
     return explicit_ranks(held, needed, plan, in_flight=in_flight, gather=gather)
+
+
+def mixed_ranks(
+    *,
+    num_trainers: int = 2,
+    engines: tuple[int, int] = (2, 2),
+    mlp_shape: tuple[int, int] = (6, 4),
+    norm_shape: tuple[int] = (5,),
+    options: PlanOptions | None = None,
+) -> tuple[ExplicitRank, ...]:
+    """Trainers, then engines (replicas, tensor parallel) in one domain: MLP goes direct and is forwarded, NORM is left.
+
+    Small buckets and messages, so that few elements already travel in many steps.
+    """
+    trainers = range(num_trainers)
+    inference = range(num_trainers, num_trainers + engines[0] * engines[1])
+    return planned_ranks(
+        [
+            (MLP, mesh_layout(mlp_shape, (num_trainers,), trainers, "S(0)"), "float32"),
+            (NORM, mesh_layout(norm_shape, (num_trainers,), trainers, "S(0)"), "float32"),
+        ],
+        [
+            (MLP, mesh_layout(mlp_shape, engines, inference, "R", "S(1)"), "bfloat16"),
+            (NORM, mesh_layout(norm_shape, (len(inference),), inference, "R"), "float32"),
+        ],
+        num_trainers=num_trainers,
+        num_targets=len(inference),
+        policy=RoutePolicy.FFN,
+        domains=(tuple(inference),),
+        options=options or PlanOptions(bucket_bytes=64, message_bytes=16),
+        in_flight=2,
+    )
 
 
 class ThreadWorld:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from equipment.faulty_transport import Delay, FaultyTransport, Raise, Stall
-from equipment.refit_worlds import ThreadWorld, mesh_layout, planned_ranks
+from equipment.refit_worlds import MLP, NORM, ThreadWorld, mesh_layout, mixed_ranks, planned_ranks
 
 from nemo_rl_reshard.errors import (
     HandshakeError,
@@ -26,29 +26,11 @@ from nemo_rl_reshard.runtime.one_process import together
 from nemo_rl_reshard.runtime.session import SessionState
 
 OVER = pytest.mark.parametrize("over", ["loopback", "gloo"])
-MLP, NORM = "model.layers.0.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"
 
 
-def mixed_ranks(options: PlanOptions | None = None) -> Any:
-    """Three trainers, 2 x 3 inference ranks in one domain; one direct tensor that is forwarded, one leftover."""
-    source = [
-        (MLP, mesh_layout((9, 8), (3,), range(3), "S(0)"), "float32"),
-        (NORM, mesh_layout((7,), (3,), range(3), "S(0)"), "float32"),
-    ]
-    target = [
-        (MLP, mesh_layout((9, 8), (2, 3), range(3, 9), "R", "S(1)"), "bfloat16"),
-        (NORM, mesh_layout((7,), (6,), range(3, 9), "R"), "float32"),
-    ]
-    return planned_ranks(
-        source,
-        target,
-        num_trainers=3,
-        num_targets=6,
-        policy=RoutePolicy.FFN,
-        domains=(tuple(range(3, 9)),),
-        options=options or PlanOptions(bucket_bytes=64, message_bytes=16),
-        in_flight=2,
-    )
+def nine_ranks(options: PlanOptions | None = None) -> Any:
+    """Three trainers, 2 x 3 inference ranks."""
+    return mixed_ranks(num_trainers=3, engines=(2, 3), mlp_shape=(9, 8), norm_shape=(7,), options=options)
 
 
 def fail_once(where: Any, call: str, nth: int = 0) -> None:
@@ -83,7 +65,7 @@ def test_one_raise_is_one_first_cause_and_the_next_refit_is_right(
     over: str, rank: int, end: str, call: str, nth: int
 ) -> None:
     """`B61`, `B62`, `B63`: the others are called off within a second; nothing is published; nothing stays half open."""
-    with ThreadWorld(mixed_ranks(), over=over) as world:
+    with ThreadWorld(nine_ranks(), over=over) as world:
         world.refit(1)
         fail_once(getattr(world.live[rank], end), call, nth)
         start_s = time.monotonic()
@@ -107,7 +89,7 @@ def test_one_raise_is_one_first_cause_and_the_next_refit_is_right(
 
 @OVER
 def test_a_transport_that_breaks_on_one_rank(over: str) -> None:
-    with ThreadWorld(mixed_ranks(), over=over) as world:
+    with ThreadWorld(nine_ranks(), over=over) as world:
         world.wrap[6] = lambda inner: FaultyTransport(inner, {2: Raise("cable pulled")})
         world.rebuild()
         outcomes = world.outcomes(1)
@@ -120,7 +102,7 @@ def test_a_transport_that_breaks_on_one_rank(over: str) -> None:
 @OVER
 def test_a_slow_rank_is_waited_for(over: str) -> None:
     """`B60`: a receiver that is late at every operation stalls nobody for good, whatever its peers wait in."""
-    with ThreadWorld(mixed_ranks(), over=over) as world:
+    with ThreadWorld(nine_ranks(), over=over) as world:
         for rank in (2, 7):
             world.wrap[rank] = lambda inner: FaultyTransport(inner, {index: Delay(0.01) for index in range(40)})
         world.rebuild()
@@ -156,7 +138,7 @@ def test_gathering_goes_on_while_a_loader_is_slow(over: str) -> None:
 
 @OVER
 def test_a_rank_that_hangs_costs_the_deadline_and_no_more(over: str) -> None:
-    with ThreadWorld(mixed_ranks(), over=over) as world:
+    with ThreadWorld(nine_ranks(), over=over) as world:
         stall = Stall()
         world.wrap[4] = lambda inner: FaultyTransport(inner, {3: stall})
         world.rebuild()
@@ -188,7 +170,7 @@ def test_a_rank_that_hangs_costs_the_deadline_and_no_more(over: str) -> None:
 @OVER
 def test_a_rank_that_never_comes_is_named(over: str) -> None:
     """`B10`: one rank dropped its plan and takes no part; nobody moves a byte alone."""
-    with ThreadWorld(mixed_ranks(), over=over) as world:
+    with ThreadWorld(nine_ranks(), over=over) as world:
         world.refit(1)
         world.sessions[1].declare()
         outcomes = world.outcomes(2, deadline_s=0.5)
@@ -202,7 +184,7 @@ def test_a_rank_that_never_comes_is_named(over: str) -> None:
 
 def test_a_rank_that_takes_its_plan_again_fits_in() -> None:
     """`B10`: caches differ, the agreed digest does not."""
-    with ThreadWorld(mixed_ranks()) as world:
+    with ThreadWorld(nine_ranks()) as world:
         world.refit(1)
         world.sessions[1].declare()
         world.sessions[1].adopt(world.live[1].made_of.assignment.to_plain())
@@ -216,8 +198,8 @@ def test_a_rank_that_takes_its_plan_again_fits_in() -> None:
 )
 def test_unequal_sizes_are_refused_before_a_byte_moves(over: str, options: PlanOptions, field: str) -> None:
     """`B16`, `B38`: the error names the field, and which ranks say what."""
-    other = mixed_ranks(options)
-    with ThreadWorld(mixed_ranks(), over=over) as world:
+    other = nine_ranks(options)
+    with ThreadWorld(nine_ranks(), over=over) as world:
         world.refit(1)
         held = {rank: each.target.shards[MLP][0][1].clone() for rank, each in world.live.items() if each.target}
         world.sessions[5].adopt(other[5].assignment.to_plain())
@@ -235,7 +217,7 @@ def test_unequal_sizes_are_refused_before_a_byte_moves(over: str, options: PlanO
 
 def test_a_world_of_one_cannot_pretend_to_succeed() -> None:
     """`B16`: a receiver that sits in a world of its own is refused before it can load what was never sent."""
-    ranks = mixed_ranks()
+    ranks = nine_ranks()
     with ThreadWorld(ranks) as world:
         lonely = {**world.plain_worlds()[0], "size": 1, "num_trainers": 1}
         world.sessions[0].connect(lonely)
@@ -244,7 +226,7 @@ def test_a_world_of_one_cannot_pretend_to_succeed() -> None:
 
 
 def test_orders_that_differ_are_refused() -> None:
-    with ThreadWorld(mixed_ranks()) as world:
+    with ThreadWorld(nine_ranks()) as world:
         calls = {
             rank: partial(session.refit, {"version": 1 + (rank == 8), "deadline_s": 5.0})
             for rank, session in world.sessions.items()
@@ -256,7 +238,7 @@ def test_orders_that_differ_are_refused() -> None:
 
 def test_a_loader_that_was_left_out_is_an_error() -> None:
     """`B52`, `B54`: every element is written exactly once a refit, or the refit failed."""
-    with ThreadWorld(mixed_ranks()) as world:
+    with ThreadWorld(nine_ranks()) as world:
         world.live[7].target.load = lambda named: None
         outcomes = world.outcomes(1)
         assert isinstance(outcomes[7], TargetError)

@@ -8,35 +8,12 @@ from typing import Any
 
 import pytest
 from equipment.faulty_transport import Delay, FaultyTransport, Raise
-from equipment.refit_worlds import ThreadWorld, mesh_layout, planned_ranks
+from equipment.refit_worlds import ThreadWorld, mixed_ranks
 
 from nemo_rl_reshard.errors import RefitAbortedError, ReshardError
-from nemo_rl_reshard.params.routing import RoutePolicy
-from nemo_rl_reshard.plan.plan import PlanOptions
 from nemo_rl_reshard.runtime.session import SessionState
 
 NUM_FAULTS = {"loopback": 130, "gloo": 70}
-MLP, NORM = "model.layers.0.mlp.down_proj.weight", "model.norm.weight"
-
-
-def small_ranks() -> Any:
-    """Two trainers, 2 x 2 inference ranks in one domain, forwards and leftovers."""
-    return planned_ranks(
-        [
-            (MLP, mesh_layout((6, 4), (2,), range(2), "S(0)"), "float32"),
-            (NORM, mesh_layout((5,), (2,), range(2), "S(0)"), "float32"),
-        ],
-        [
-            (MLP, mesh_layout((6, 4), (2, 2), range(2, 6), "R", "S(1)"), "bfloat16"),
-            (NORM, mesh_layout((5,), (4,), range(2, 6), "R"), "float32"),
-        ],
-        num_trainers=2,
-        num_targets=4,
-        policy=RoutePolicy.FFN,
-        domains=((2, 3, 4, 5),),
-        options=PlanOptions(bucket_bytes=64, message_bytes=16),
-        in_flight=2,
-    )
 
 
 def inject(world: ThreadWorld, dice: random.Random) -> str:
@@ -76,7 +53,7 @@ def test_soak(over: str) -> None:
     dice = random.Random(7)
     start_s = time.monotonic()
     num_failed = 0
-    with ThreadWorld(small_ranks(), over=over, timeout_s=15.0) as world:
+    with ThreadWorld(mixed_ranks(), over=over, timeout_s=15.0) as world:
         world.refit(1)
         version = 1
         for turn in range(NUM_FAULTS[over]):

@@ -8,18 +8,14 @@ import time
 from typing import Any
 
 import pytest
-from equipment.refit_worlds import mesh_layout, planned_ranks
+from equipment.refit_worlds import MLP, NORM, mixed_ranks
 
 from nemo_rl_reshard.cli.explicit_rank import ExplicitRank, LiveRank
 from nemo_rl_reshard.cli.rank_processes import run_ranks
 from nemo_rl_reshard.cli.spec import parse_spec
 from nemo_rl_reshard.cli.verify_spec import verify_spec
 from nemo_rl_reshard.errors import RefitError, ReshardError, TransportTimeoutError
-from nemo_rl_reshard.params.routing import RoutePolicy
-from nemo_rl_reshard.plan.plan import PlanOptions
 from nemo_rl_reshard.runtime.world import join_processes
-
-MLP, NORM = "model.layers.0.mlp.down_proj.weight", "model.norm.weight"
 
 
 def spec(num_sources: int, target_ranks: list[Any], domains: list[list[int]], route: str) -> dict[str, Any]:
@@ -77,25 +73,6 @@ def test_two_refits_between_processes(
     assert result.passed, result.differences
     assert result.num_refits == 2
     assert result.num_digests > 0
-
-
-def mixed_ranks() -> tuple[ExplicitRank, ...]:
-    return planned_ranks(
-        [
-            (MLP, mesh_layout((6, 4), (2,), range(2), "S(0)"), "float32"),
-            (NORM, mesh_layout((3,), (2,), range(2), "S(0)"), "float32"),
-        ],
-        [
-            (MLP, mesh_layout((6, 4), (2, 2), range(2, 6), "R", "S(1)"), "bfloat16"),
-            (NORM, mesh_layout((3,), (4,), range(2, 6), "R"), "float32"),
-        ],
-        num_trainers=2,
-        num_targets=4,
-        policy=RoutePolicy.FFN,
-        domains=((2, 3, 4, 5),),
-        options=PlanOptions(bucket_bytes=64, message_bytes=16),
-        in_flight=2,
-    )
 
 
 def _joined(rank: ExplicitRank, world: dict[str, Any]) -> LiveRank:
