@@ -11,7 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Planned:
-    """Do `kind` when `tensor` is viewed: "raise", "stall" (for `seconds`), or "kill" (process `pid`, own if None)."""
+    """Do `kind` when `tensor` is viewed: "raise", "stall" (for `seconds`), or "kill" (process `pid`, own if None).
+
+    "kill and raise" does both, so that nobody can be called off between two faults.
+    """
 
     kind: str
     tensor: str
@@ -19,10 +22,10 @@ class Planned:
     pid: int | None = None
 
     def strike(self) -> None:
-        if self.kind == "raise":
-            raise ValueError(f"planned to fail at {self.tensor}")
-        if self.kind == "kill":
+        if self.kind in ("kill", "kill and raise"):
             os.kill(self.pid or os.getpid(), signal.SIGKILL)
+        if self.kind in ("raise", "kill and raise"):
+            raise ValueError(f"planned to fail at {self.tensor}")
         if self.kind == "stall":
             threading.Event().wait(self.seconds)
 

@@ -101,6 +101,10 @@ class LightEngine(ServedRanks):
         """Strike `fault` in the next world."""
         self._fault = fault
 
+    def process_id(self) -> int:
+        """Of the actor."""
+        return os.getpid()
+
     def have_requests(self, *counts: int) -> None:
         """What the next idle checks find, one after the other; the last count stays."""
         self._unfinished = list(counts)

@@ -117,11 +117,12 @@ def test_a_stalled_rank_that_wakes_up_late_is_still_the_cause(light, controller)
 
 
 def test_two_ranks_that_fail_at_once_are_both_causes(light, controller):
-    light.arm(light.trainers[0], Planned("raise", GATE))
-    light.arm(light.engines[1], Planned("kill", GATE))
+    victim = ray.get(light.engines[1].handle.process_id.remote(), timeout=60)
+    light.arm(light.trainers[0], Planned("kill and raise", GATE, pid=victim))
     error = fail(light, controller, 161)
-    assert "rank 4 (engine 1)" in error.causes
-    assert "trainer 0" in str(error)
+    assert list(error.causes) == ["rank 0 (trainer 0)", "rank 4 (engine 1)"]
+    assert "ValueError" in error.causes["rank 0 (trainer 0)"]
+    assert len(error.waiting) == 3
     controller.replace(light.replace_engine(1))
     succeed(light, controller, 162)
 
