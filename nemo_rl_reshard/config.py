@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from enum import StrEnum
 from threading import TIMEOUT_MAX
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -75,26 +75,33 @@ class RefitConfig(_Section):
     topology: TopologyConfig = TopologyConfig()
 
     @classmethod
-    def read(cls, section: Mapping[str, Any]) -> RefitConfig:
+    def read(cls, section: Mapping[str, Any]) -> Self:
         """Read a `refit:` section.
 
         Raises ConfigError listing every violation: unknown keys (with the nearest right name), values of the wrong
         type or range, and fields that contradict each other.
         """
+        found, violations = cls.examine(section)
         faults = FaultList("refit configuration", ConfigError)
+        faults.extend(violations)
+        faults.raise_if_any()
+        return found
+
+    @classmethod
+    def examine(cls, section: Mapping[str, Any]) -> tuple[Self, tuple[str, ...]]:
+        """The section as far as it is sound (defaults stand in for what is not), and a sentence for each violation."""
         try:
             found = cls.model_validate(dict(section))
         except ValidationError as refused:
             details = refused.errors(include_url=False)
-            faults.extend(_sentence(cls, detail) for detail in details)
             # What is left after the faulty fields fell out is checked too, so that one reading finds everything.
             faulty = {detail["loc"][0] for detail in details}
-            sound = cls.model_validate({key: value for key, value in section.items() if key not in faulty})
-            faults.extend(_contradictions(sound, faulty))
-        else:
-            faults.extend(_contradictions(found, set()))
-        faults.raise_if_any()
-        return found
+            sound = cls.model_validate(
+                {key: section[key] for key in cls.model_fields if key in section.keys() - faulty}
+            )
+            violations = (*(_sentence(cls, detail) for detail in details), *_contradictions(sound, faulty))
+            return sound, violations
+        return found, tuple(_contradictions(found, set()))
 
 
 def domains_of_hosts(hosts: Mapping[int, str]) -> tuple[tuple[int, ...], ...]:
