@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Any
 
 from pydantic import Field, field_validator
 
@@ -67,11 +66,13 @@ def read_section(config: object) -> NemoRlSection:
     NeMo RL key that contradicts it or asks for something not supported (see `compatibility.RULES`).
     """
     settings = Settings(config)
+    if not settings.keys():
+        raise ConfigError(f"a configuration of NeMo RL is needed to read its {SECTION} section, not {config!r:.80}")
     section, faults = _section(settings)
     problems = FaultList("refit configuration", ConfigError)
     problems.extend(faults)
     if section.backend is not NemoRlBackend.NEMO_RL:
-        problems.extend(violations(settings))
+        problems.extend(violations(Settings(config, {SECTION: section})))
     problems.raise_if_any()
     return section
 
@@ -79,7 +80,7 @@ def read_section(config: object) -> NemoRlSection:
 def _section(settings: Settings) -> tuple[NemoRlSection, tuple[str, ...]]:
     found = settings.at(SECTION)
     if found is None:
-        return NemoRlSection(), tuple(_misspelt(settings))
+        return NemoRlSection(), tuple(_misplaced(settings))
     if not isinstance(found, Mapping):
         example = f"{SECTION}: {{backend: reshard}}"
         return NemoRlSection(), (f"{SECTION}: must be a section of keys, such as {example}, got {found!r}",)
@@ -87,8 +88,11 @@ def _section(settings: Settings) -> tuple[NemoRlSection, tuple[str, ...]]:
     return section, tuple(f"{SECTION}.{fault}" for fault in faults)
 
 
-def _misspelt(settings: Settings) -> Iterator[Any]:
-    """NeMo RL ignores top-level keys it does not know, so a slip of the pen would pass unnoticed."""
-    for key in get_close_matches(SECTION, list(settings.keys()), cutoff=0.8):
+def _misplaced(settings: Settings) -> Iterator[str]:
+    """NeMo RL ignores top-level keys that it does not know, so a slip of the pen would pass unnoticed."""
+    keys = settings.keys()
+    for key in get_close_matches(SECTION, keys, cutoff=0.8):
         if key != SECTION:
             yield f"{key}: unknown key; did you mean {SECTION!r}?"
+    if "policy" not in keys and not NemoRlSection.model_fields.keys().isdisjoint(keys):
+        yield f"this is the {SECTION} section alone; give the whole configuration, since other keys may contradict it"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from pydantic import BaseModel
 
 
 class Settings:
@@ -12,44 +14,40 @@ class Settings:
     Only what is asked for is touched: other parts of the configuration may hold objects that cannot be copied.
     """
 
-    def __init__(self, config: object) -> None:
+    def __init__(self, config: object, read: Mapping[str, object] | None = None) -> None:
+        """`read` stands for top-level keys that were read already, with their defaults filled in."""
         self._config = config
+        self._read = read or {}
 
     def at(self, path: str) -> Any:
         """The plain value under a dotted path, or None if any step of it is absent or null."""
-        found: object = self._config
-        for step in path.split("."):
+        first, *rest = path.split(".")
+        found = self._read[first] if first in self._read else _member(self._config, first)
+        for step in rest:
             found = _member(found, step)
-            if found is None:
-                return None
         return plain(found)
 
-    def on(self, path: str) -> bool:
-        """Whether the switch under a dotted path is on; absent is off."""
-        return bool(self.at(path))
-
-    def keys(self) -> Iterator[str]:
+    def keys(self) -> list[str]:
         """The top-level keys, extra ones included."""
-        return iter(_keys(self._config))
+        return _keys(self._config)
 
 
 def plain(value: object) -> Any:
-    """`value` with mappings, sequences and pydantic models below it turned to dicts, lists and dicts."""
-    if isinstance(value, Mapping) or hasattr(value, "model_fields_set"):
+    """`value` with mappings and pydantic models turned to dicts and sequences to lists, all the way down."""
+    if isinstance(value, Mapping | BaseModel):
         return {key: plain(_member(value, key)) for key in _keys(value)}
-    # OmegaConf's lists are sequences by structure only.
-    if isinstance(value, (list, tuple)) or type(value).__name__ == "ListConfig":
-        return [plain(item) for item in value]  # type: ignore[attr-defined]
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(item) for item in value]
     return value
 
 
 def _keys(holder: object) -> list[str]:
-    if isinstance(holder, Mapping):
-        return list(holder)
-    return [*type(holder).model_fields, *(getattr(holder, "model_extra", None) or {})]  # type: ignore[attr-defined]
+    if isinstance(holder, BaseModel):
+        return [*type(holder).model_fields, *(holder.model_extra or {})]
+    return list(holder) if isinstance(holder, Mapping) else []
 
 
 def _member(holder: object, key: str) -> Any:
     if isinstance(holder, Mapping):
         return holder.get(key)
-    return getattr(holder, key, None)
+    return getattr(holder, key, None) if isinstance(holder, BaseModel) else None
