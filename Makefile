@@ -4,9 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 RUN ?= runs/demo
+# A checkout of NeMo RL, for test-nemo-rl; it is imported from there and left as it is.
+NEMO_RL ?=
+NEMO_VENV := .venv-nemo-rl
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint bench clean
+.PHONY: help setup demo test test-fast test-nemo-rl lint bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,6 +33,20 @@ test: lint  ## everything: core, loopback, gloo processes, real vLLM engines, re
 test-fast: setup  ## the core, the command line and whole refits in one process (under 90 s)
 	$(BIN)/python -m pytest -q -n 2 --timeout 60 -m "not engine and not ray and not slow" tests/unit tests/property tests/loopback
 
+# Finds its own packages first, then those of .venv, whose folder a .pth line names relative to the environment.
+$(NEMO_VENV)/.ready: $(VENV)/.ready requirements/nemo-rl-cpu.txt
+	rm -rf $(NEMO_VENV)
+	$(BIN)/python -m venv --without-pip $(NEMO_VENV)
+	echo "import site, sys; site.addsitedir(sys.prefix + '/../$(VENV)/lib/python%d.%d/site-packages' % sys.version_info[:2])" \
+	  > "$$($(NEMO_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	$(PIP) --python $(NEMO_VENV)/bin/python install --quiet --no-deps --only-binary :all: \
+	  --no-binary antlr4-python3-runtime --requirement requirements/nemo-rl-cpu.txt
+	touch $@
+
+test-nemo-rl: $(NEMO_VENV)/.ready  ## the plugin under the real NeMo RL: make test-nemo-rl NEMO_RL=<checkout> (under 30 minutes)
+	@test -f "$(NEMO_RL)/nemo_rl/__init__.py" || { echo "name a checkout of NeMo RL: make test-nemo-rl NEMO_RL=<folder>"; exit 2; }
+	NEMO_RL="$(abspath $(NEMO_RL))" $(NEMO_VENV)/bin/python -m pytest tests/nemo_rl
+
 lint: setup  ## style, types, import directions and dependencies
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,4 +58,4 @@ bench: setup  ## the 512 MiB move: reshard, gather-and-broadcast and line rate i
 	$(BIN)/python benchmarks/move_512mib.py
 
 clean:  ## remove what was built and what runs left behind
-	rm -rf $(VENV) build dist runs *.egg-info
+	rm -rf $(VENV) $(NEMO_VENV) build dist runs *.egg-info
