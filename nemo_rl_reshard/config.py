@@ -27,6 +27,14 @@ class Backend(StrEnum):
     GATHER_BROADCAST = "gather_broadcast"
 
 
+class TransportKind(StrEnum):
+    """What bytes travel over. AUTO is NCCL where every rank has its weights on a GPU of its own, else gloo."""
+
+    AUTO = "auto"
+    GLOO = "gloo"
+    NCCL = "nccl"
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -64,6 +72,7 @@ class RefitConfig(_Section):
     backend: Backend = Backend.RESHARD
     route: RoutePolicy = RoutePolicy.FFN
     verify: VerifyMode = VerifyMode.OFF
+    transport: TransportKind = TransportKind.AUTO
     bucket_bytes: int = 64 * MIB
     message_bytes: int = 4 * MIB
     in_flight: int = Field(default=DEFAULT_IN_FLIGHT, ge=1, le=1024)

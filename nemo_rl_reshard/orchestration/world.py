@@ -66,13 +66,17 @@ class Seating:
 class WorldHost:
     """The driver's end of one generation of a refit world: owns its rendezvous and its secret, both used once."""
 
-    def __init__(self, seating: Seating, host: str, generation: int, deadline_s: float) -> None:
+    def __init__(
+        self, seating: Seating, host: str, generation: int, deadline_s: float, transport: str = "gloo"
+    ) -> None:
         """Listen on `host`, an address of this machine, under a fresh random token; the system picks the port.
 
-        Raises ConfigError if `host` is no address of this machine.
+        `transport`, "gloo" or "nccl", is what the ranks will move bytes over. Raises ConfigError if `host` is no
+        address of this machine.
         """
         self._seating = seating
         self._deadline_s = deadline_s
+        self._transport = transport
         self.generation = generation
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         try:
@@ -90,6 +94,7 @@ class WorldHost:
             "generation": self.generation,
             "deadline_s": self._deadline_s,
             "num_trainers": self._seating.num_trainers,
+            "transport": self._transport,
         }
 
     def call_off(self, reason: str) -> None:

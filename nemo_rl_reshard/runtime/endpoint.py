@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from nemo_rl_reshard.layout import Region
-from nemo_rl_reshard.params.manifest import Manifest
+from nemo_rl_reshard.params.manifest import Manifest, Side
 from nemo_rl_reshard.params.spec import TensorSpec
 
 
@@ -29,7 +30,8 @@ class Source(Protocol):
 class Target(Protocol):
     """What one inference rank needs, and how to write it.
 
-    A target that takes memory of its own during a refit may say so in an attribute `peak_extra_bytes` (int).
+    A target that takes memory of its own during a refit may say so in an attribute `peak_extra_bytes` (int), and one
+    whose weights are not on the CPU must name their `device` (torch.device).
     """
 
     def manifest(self, rank: int, specs: Sequence[TensorSpec]) -> Manifest:
@@ -59,3 +61,14 @@ class Target(Protocol):
 
     def abandon(self) -> None:
         """After a failure: leave the engine loadable and marked unusable. Never raises."""
+
+
+def devices_of(end: Source | Target | None, manifest: Manifest) -> set[torch.device]:
+    """Where the weights lie that `end` declared in `manifest`. A target's cannot be looked at between refits."""
+    if end is None or not manifest.shards:
+        return set()
+    if manifest.side is Side.INFERENCE:
+        return {getattr(end, "device", torch.device("cpu"))}
+    # One look per storage: shards are many, and cut from few.
+    shards = {shard.view.storage: shard for shard in manifest.shards}
+    return {end.view(shard.tensor, shard.region).device for shard in shards.values()}

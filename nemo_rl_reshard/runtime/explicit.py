@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from nemo_rl_reshard.errors import TargetError
@@ -22,6 +23,11 @@ class _ExplicitEndpoint:
     def __init__(self, specs: Iterable[TensorSpec], shards: Shards) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self.shards = shards
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first shard lies; all lie there."""
+        return next((values.device for held in self.shards.values() for _, values in held), torch.device("cpu"))
 
     def view(self, tensor: str, region: Region) -> Tensor:
         """The elements of `region`. Raises TargetError if no shard contains it."""

@@ -20,7 +20,8 @@ class World:
 
     `address` is the rendezvous's `host:port`, `token_hex` its secret, `host` this rank's own address as its peers
     reach it. Each rebuilt world has a higher `generation`; nothing of an earlier one is ever used again.
-    Ranks below `num_trainers` are trainers.
+    Ranks below `num_trainers` are trainers. `transport` is "gloo" or "nccl"; `device` is where this rank's bytes lie
+    on the wire, which the rank itself knows.
     """
 
     address: str
@@ -31,6 +32,8 @@ class World:
     generation: int
     deadline_s: float
     num_trainers: int
+    transport: str = "gloo"
+    device: str = "cpu"
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> World:
@@ -45,6 +48,7 @@ class World:
                 generation=int(plain["generation"]),
                 deadline_s=float(plain["deadline_s"]),
                 num_trainers=int(plain["num_trainers"]),
+                transport=str(plain.get("transport", "gloo")),
             )
         except (KeyError, TypeError, ValueError) as fault:
             raise HandshakeError(f"malformed world: {fault}") from fault
@@ -72,7 +76,7 @@ Join = Callable[[World], Seat]
 
 
 def join_processes(world: World) -> Seat:
-    """Join a world of processes over gloo. Raises what RendezvousStore and ProcessGroupTransport raise."""
+    """Join a world of processes. Raises what RendezvousStore and ProcessGroupTransport raise."""
     host, _, port = world.address.rpartition(":")
     store = RendezvousStore((host.strip("[]"), int(port)), bytes.fromhex(world.token_hex), world.deadline_s)
     try:
@@ -81,6 +85,8 @@ def join_processes(world: World) -> Seat:
             world.rank,
             world.size,
             host=world.host,
+            backend=world.transport,
+            device=world.device,
             timeout_s=world.deadline_s,
             generation=world.generation,
         )

@@ -88,6 +88,11 @@ class VllmTarget:
         """How each layer is written, and why. Raises StateError before `manifest`."""
         return self._ready().modes
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model's weights lie."""
+        return next((parameter.device for parameter in self._layers.model.parameters()), torch.device("cpu"))
+
     def manifest(self, rank: int, specs: Sequence[TensorSpec]) -> Manifest:
         """Declare where each of `specs` (the trainers' tensors, checkpoint names) lands on this rank.
 

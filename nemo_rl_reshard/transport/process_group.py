@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -67,6 +68,7 @@ class ProcessGroupTransport:
         host: str,
         timeout_s: float,
         backend: str = "gloo",
+        device: str = "cpu",
         generation: int = 0,
     ) -> None:
         """Meet all `size` ranks; blocks until they are connected.
@@ -80,6 +82,7 @@ class ProcessGroupTransport:
             raise TransportError(f"rank {rank} is not in a world of {size}")
         self.rank = rank
         self.size = size
+        self.device = torch.device(device)
         self._everyone = tuple(range(size))
         self._store = store
         self._timeout_s = timeout_s
