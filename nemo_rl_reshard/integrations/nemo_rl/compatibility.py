@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ def _is_8_bit(value: Any, _: Settings) -> bool:
 
 def _has_a_drafter(value: Any, _: Settings) -> bool:
     """NeMo RL takes zero speculative tokens for "off"; guesses made from the text itself need no weights."""
-    if not value or value.get("num_speculative_tokens") == 0:
+    if not isinstance(value, Mapping) or value.get("num_speculative_tokens") == 0:
         return False
     return (value.get("method") or value.get("model")) not in ("ngram", "ngram_gpu", "suffix")
 
@@ -55,11 +55,11 @@ def _on_the_v1_worker(value: Any, settings: Settings) -> bool:
 
 
 def _on_grouped_experts(value: Any, settings: Settings) -> bool:
-    return bool(value) and (settings.at("policy.dtensor_cfg.expert_parallel_size") or 1) > 1
+    return bool(value) and settings.at("policy.dtensor_cfg.expert_parallel_size") not in (None, 1)
 
 
 def _ends_the_run_before_the_deadline(value: Any, settings: Settings) -> bool:
-    if value is None or settings.at("async_rl.stall_watchdog.stall_action") != "abort":
+    if not isinstance(value, int | float) or settings.at("async_rl.stall_watchdog.stall_action") != "abort":
         return False
     return bool(value <= settings.at("refit.deadline_s") + settings.at("refit.grace_s"))
 
