@@ -44,8 +44,9 @@ def _never(*_: Any) -> bool:
 def _patch_experts(live: bool) -> None:
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-    experts: Any = cpu_moe.CPUUnquantizedExperts
-    if getattr(experts, "patched_by_cpu_engine", False):
+    experts: Any = getattr(cpu_moe, "CPUUnquantizedExperts", None)
+    # 0.25 has no such class: its experts run as they are, on packed weights.
+    if experts is None or getattr(experts, "patched_by_cpu_engine", False):
         return
     experts.patched_by_cpu_engine = True
     if live:

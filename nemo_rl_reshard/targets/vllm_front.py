@@ -22,11 +22,17 @@ def reset_caches(llm: Any) -> None:
 
 
 def publish_version(llm: Any, version: int) -> None:
-    """Tell the engine which version it serves, so that it tags its outputs. The last step of a refit."""
-    llm.update_weight_version(str(version))
+    """Tell the engine which version it serves, so that it tags its outputs. The last step of a refit.
+
+    Nothing to tell a release that does not tag outputs (0.25).
+    """
+    update = getattr(llm, "update_weight_version", None)
+    if update is not None:
+        update(str(version))
 
 
 def published_version(llm: Any) -> int | None:
-    """The version last published, None before the first."""
-    version = str(llm.get_weight_version())
+    """The version last published, None before the first, or if the release does not keep it (0.25)."""
+    get = getattr(llm, "get_weight_version", None)
+    version = str(get()) if get is not None else ""
     return int(version) if version.isdigit() else None

@@ -57,6 +57,7 @@ class VllmLayers:
         self._vllm_config = vllm_config
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._open: dict[str, nn.Module] = {}
+        self._unsaved = {module: frozenset(module._non_persistent_buffers_set) for module in model.modules()}
 
     @property
     def open_layers(self) -> tuple[str, ...]:
@@ -117,8 +118,13 @@ class VllmLayers:
         module = self._modules[layer]
         self._restore(module)
         self._open[layer] = module
-        self.names.materialize(module, self.names.layer_record(module))
+        record = self.names.layer_record(module)
+        self.names.materialize(module, record)
         parameters, buffers = self.names.params_and_buffers(module)
+        # A buffer that no checkpoint holds keeps its values. 0.25 copies the load-time one back whatever it holds.
+        for name, live in record.kernel_tensors[1].items():
+            if name in self._unsaved[module] and name in buffers and Layout.of(buffers[name]) == Layout.of(live):
+                buffers[name].copy_(live)
         self._pad(trace, (f"{layer}.{name}".lstrip(".") for name in (*parameters, *buffers)))
 
     def pad_in_place(self, layers: Collection[str], trace: LoaderTrace) -> None:
@@ -138,6 +144,7 @@ class VllmLayers:
         forget_kernel(module, self.names)
         with self.configured(), torch.no_grad():
             self.names.process_layer(module, self.names.layer_record(module))
+        self._keep_unsaved(module)
         del self._open[layer]
 
     def process_again(self, layer: str) -> None:
@@ -208,6 +215,12 @@ class VllmLayers:
         if record.kernel_tensors is not None:
             self.names.place_kernel_tensors(module, record)
         record.reset()
+        self._keep_unsaved(module)
+
+    def _keep_unsaved(self, module: nn.Module) -> None:
+        """0.25 registers every buffer that it puts back as one to be saved; undo that."""
+        module._non_persistent_buffers_set.clear()
+        module._non_persistent_buffers_set.update(self._unsaved[module])
 
 
 def forget_kernel(module: nn.Module, names: VllmNames) -> None:
