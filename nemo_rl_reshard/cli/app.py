@@ -110,11 +110,17 @@ def doctor(
         list[str] | None, typer.Option("--require", metavar="NAME", help="Exit with 3 if this is missing; repeatable.")
     ] = None,
     json: JsonFile = None,
+    nemo_rl_rules: Annotated[
+        bool, typer.Option("--nemo-rl-rules", help="Print what is refused under NeMo RL, as a table, and nothing else.")
+    ] = False,
 ) -> None:
     """Say what this environment can do, what is missing, and how to get it."""
-    from nemo_rl_reshard.cli.doctor import run_doctor
+    from nemo_rl_reshard.cli.doctor import print_nemo_rl_rules, run_doctor
 
-    run_doctor(required or [], json, Console())
+    if nemo_rl_rules:
+        print_nemo_rl_rules(Console())
+    else:
+        run_doctor(required or [], json, Console())
 
 
 def main() -> None:

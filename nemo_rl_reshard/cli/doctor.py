@@ -26,9 +26,9 @@ _ABILITIES = (
         ("torch", "gloo", "vllm", "ray", "pydantic", "omegaconf", "transformers", "tensorboard"),
     ),
     ("draw comparisons (compare)", ("matplotlib",)),
-    # Abilities of the environment that this release does not use yet; the labels say so.
+    ("refit inside NeMo RL (attach)", ("torch", "gloo", "ray", "pydantic", "nemo-rl")),
+    # An ability of the environment that this release does not use yet; the label says so.
     ("build the NCCL transport (refits travel over gloo so far)", ("cuda", "nccl")),
-    ("import NeMo RL (refits inside it come later)", ("nemo-rl", "ray")),
 )
 
 
@@ -63,6 +63,14 @@ def run_doctor(required: Sequence[str], json_file: Path | None, console: Console
         state = "[green]can[/green]   " if not lacks else "[yellow]cannot[/yellow]"
         console.print(f"{state} {what}" + (f": lacks {', '.join(lacks)}" if lacks else ""), highlight=False)
     require(*required)
+
+
+def print_nemo_rl_rules(console: Console) -> None:
+    """Print the table of docs/nemo-rl-compatibility.md. Raises EnvironmentLacksError without the extra driver."""
+    require("pydantic")
+    from nemo_rl_reshard.integrations.nemo_rl.compatibility import table
+
+    console.print(table(), markup=False, highlight=False, soft_wrap=True)
 
 
 def _found(findings: Sequence[Finding]) -> Table:
