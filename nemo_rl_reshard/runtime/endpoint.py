@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +25,20 @@ class Source(Protocol):
         Strided, `shape == region.extent`, in the dtype of the storage; no copy. The runtime asks anew at every refit
         and keeps nothing, so storage may move or be offloaded in between.
         """
+
+
+@runtime_checkable
+class PreparedSource(Protocol):
+    """A source that computes some values, which takes more than its own rank's storage."""
+
+    def prepare(self) -> None:
+        """Gather what they take. Called on every trainer at the start of each refit, once all ranks agreed to it."""
+
+    def release(self) -> None:
+        """Drop it, after the refit or its failure. Never raises."""
+
+    def devices(self) -> set[torch.device]:
+        """Where the declared shards lie now."""
 
 
 class Target(Protocol):
@@ -69,6 +83,8 @@ def devices_of(end: Source | Target | None, manifest: Manifest) -> set[torch.dev
         return set()
     if manifest.side is Side.INFERENCE:
         return {getattr(end, "device", torch.device("cpu"))}
+    if isinstance(end, PreparedSource):
+        return end.devices()
     # One look per storage: shards are many, and cut from few.
     shards = {shard.view.storage: shard for shard in manifest.shards}
     return {end.view(shard.tensor, shard.region).device for shard in shards.values()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,11 +13,14 @@ from nemo_rl_reshard.layout import Region
 from nemo_rl_reshard.params.manifest import Manifest, Side
 from nemo_rl_reshard.params.shard import LocalShard, StorageView
 from nemo_rl_reshard.params.spec import TensorSpec
+from nemo_rl_reshard.sources.adapter_map import AdapterMap, Unproven
 from nemo_rl_reshard.sources.live import LiveTensors, ModuleTensors
+from nemo_rl_reshard.sources.low_rank import MERGED, LowRank, Merges, gathered
 from nemo_rl_reshard.sources.naming import Naming, Piece
 from nemo_rl_reshard.sources.placing import Block, Placed, Placer, layout_key, local_tensor
 from nemo_rl_reshard.sources.replicas import RegionDigest, replica_digest
 from nemo_rl_reshard.sources.tying import declared_ties, shared_names
+from nemo_rl_reshard.sources.whole_exports import WholeExports
 from nemo_rl_reshard.sources.wrapping import is_adapter, plain_name
 
 
@@ -41,8 +44,15 @@ class _Entry:
 class DTensorSource:
     """The trainer side's Source on refit rank `rank`. Reads live storage in place: no copy, no collective, no write.
 
-    `ties` maps an alias to the tensor it shares (plain names). `ranks` maps a rank of the trainers' own world to its
-    refit rank; without it they are the same. `shapes` gives whole shapes known from elsewhere, by checkpoint name.
+    Values that are not stored anywhere (LoRA merged into its base weight, what only the model's adapter can make) are
+    the exception: `prepare` gathers what they need on all trainers at the start of each refit, `release` drops it.
+
+    Views lie where training keeps the shard at that moment, on CPU or GPU: nothing is moved, and shards may move
+    between refits.
+
+    `adapter` is the model's state-dict adapter, which then decides on names instead of `naming`. `ties` maps an alias
+    to the tensor it shares (plain names). `ranks` maps a rank of the trainers' own world to its refit rank; without it
+    they are the same. `shapes` gives whole shapes known from elsewhere, by checkpoint name.
     Raises one DeclarationError that lists everything that cannot be declared.
 
     `aliases` (alias -> owner) are the ties that hold: only owners are declared. `excluded` are the adapter tensors.
@@ -54,6 +64,7 @@ class DTensorSource:
         rank: int,
         *,
         naming: Naming | None = None,
+        adapter: Any = None,
         ties: Mapping[str, str] | None = None,
         ranks: Mapping[int, int] | None = None,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
@@ -61,8 +72,12 @@ class DTensorSource:
         self.rank = rank
         self.aliases: dict[str, str] = {}
         self.excluded: tuple[str, ...] = ()
+        self._tied: dict[str, str] = {}
         self._tensors = tensors
         self._naming = naming or Naming()
+        self._adapter = AdapterMap(adapter) if adapter is not None else None
+        self._exports = WholeExports(rank, self._adapter) if self._adapter is not None else None
+        self._merges = Merges()
         self._placer = Placer(rank, ranks.__getitem__ if ranks is not None else int)
         self._placed: dict[str, Placed] = {}
         self._entries: dict[str, _Entry] = {}
@@ -80,10 +95,46 @@ class DTensorSource:
         ranks: Mapping[int, int] | None = None,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> DTensorSource:
-        """A source for a live model; names, sizes and ties come from its transformers-like `config` if it has one."""
+        """A source for a live model; names, sizes and ties come from its transformers-like `config` if it has one.
+
+        A model with a `state_dict_adapter` (NeMo Automodel's own models) is named by that, unless `naming` is given.
+        """
+        adapter = getattr(model, "state_dict_adapter", None) if naming is None else None
         if naming is None:
             naming = Naming.from_config(getattr(model, "config", None), architecture=_class_name(model))
-        return cls(ModuleTensors(model), rank, naming=naming, ties=declared_ties(model), ranks=ranks, shapes=shapes)
+        return cls(
+            ModuleTensors(model),
+            rank,
+            naming=naming,
+            adapter=adapter,
+            ties=declared_ties(model),
+            ranks=ranks,
+            shapes=shapes,
+        )
+
+    def prepare(self) -> None:
+        """Gather what the values that are computed need. All trainers call it together, once per refit, before views.
+
+        Collective over the training's own process groups where something is computed, and bounded by their timeouts;
+        else it only looks. Raises DeclarationError when training broke a tie since the declaration.
+        """
+        self._tensors.refresh()
+        shared_names(((plain, self._tensors.current(name)) for plain, name in self._tied.items()), self.aliases)
+        self._merges.gather(self._gathered)
+        if self._exports is not None:
+            self._exports.make(self._whole)
+
+    def release(self) -> None:
+        """Drop what `prepare` gathered. Safe to call at any time."""
+        self._merges.release()
+        if self._exports is not None:
+            self._exports.release()
+
+    def devices(self) -> set[torch.device]:
+        """Where the declared shards lie now."""
+        stored = {entry.storage for entry in self._entries.values() if entry.parts}
+        stored |= {exported.stored for exported in self._exports or ()}
+        return {self._live(name).device for name in stored}
 
     def manifest(self, rank: int) -> Manifest:
         """This rank's declaration, in the dtype the trainer stores. Raises DeclarationError for another rank."""
@@ -102,21 +153,34 @@ class DTensorSource:
                     entry.storage, _dot(part.start, stride), part.region.extent, _pick(stride, piece.dims)
                 )
                 shards.append(LocalShard(name, part.region, view))
+        for exported in self._exports or ():
+            made = exported.made
+            specs.append(TensorSpec(made.name, made.shape, _dtype_name(made.dtype)))
+            indirect.append((made.name, made.reason))
+            for region in exported.share:
+                steps = torch.empty(region.extent, device="meta").stride()
+                shards.append(LocalShard(made.name, region, StorageView(made.name, 0, region.extent, steps)))
         return Manifest(rank, Side.TRAINER, tuple(specs), tuple(shards), tuple(indirect))
 
     def view(self, tensor: str, region: Region) -> torch.Tensor:
         """Strided view of live storage with the region's extent and the stored dtype; no copy.
 
-        It shows the weights of this moment: call it anew for each refit. For a computed tensor (a rule with an
-        export, never direct) it is a fresh tensor. Raises DeclarationError when `region` is not inside one declared
-        region, or when training changed the tensor's layout since the declaration.
+        It shows the weights of this moment: call it anew for each refit. For a computed tensor (never direct) it is a
+        fresh tensor, and where its value takes gathering, StateError is raised outside `prepare` and `release`. Raises
+        DeclarationError when `region` is not inside one declared region, or when training changed the tensor's layout
+        since the declaration.
         """
+        if self._exports is not None and tensor in self._exports:
+            made = self._exports.view(tensor, region)
+            if made is None:
+                raise _not_held(tensor, self.rank, region)
+            return made
         entry = self._entries.get(tensor)
         if entry is None:
             raise DeclarationError(f"{tensor}: rank {self.rank} declared no tensor of this name")
         part = next((part for part in entry.parts if part.region.contains(region)), None)
         if part is None:
-            raise DeclarationError(f"{tensor}: rank {self.rank} holds no {region.offset}+{region.extent} in one piece")
+            raise _not_held(tensor, self.rank, region)
         local = self._live(entry.storage)
         stride = _pick(local.stride(), entry.piece.dims)
         inner = region.relative_to(part.region).offset
@@ -124,6 +188,10 @@ class DTensorSource:
         first = local.storage_offset() + _dot(part.start, local.stride()) + _dot(inner, stride)
         with torch.no_grad():
             found = local.as_strided(region.extent, stride, first)
+            if entry.storage in self._merges:
+                box = entry.piece.stored_region(region)
+                stored = local.as_strided(box.extent, local.stride(), first)
+                found = self._merges.merged(entry.storage, stored, box).permute(entry.piece.dims)
             return found if entry.piece.export is None else _exported(tensor, entry.piece.export, found)
 
     def replica_digests(self, *, num_trainers: int | None = None) -> tuple[RegionDigest, ...]:
@@ -164,6 +232,11 @@ class DTensorSource:
             self.aliases = shared_names(((plain, tensor) for plain, (_, tensor) in tensors.items()), ties)
         except DeclarationError as fault:
             faults.add(str(fault))
+        self._tied = {
+            plain: name
+            for plain, (name, _) in tensors.items()
+            if plain in self.aliases or plain in self.aliases.values()
+        }
         for plain, (name, tensor) in tensors.items():
             if plain in self.aliases:
                 continue
@@ -176,21 +249,61 @@ class DTensorSource:
         placed = self._placer.place(name, tensor)
         if placed.mesh is not None and self.rank not in placed.mesh.ranks:
             return  # another sub-mesh's tensor: this rank takes no part in it
-        pieces = self._naming.pieces(plain, tuple(tensor.shape), self._tensors.stacked(name))
-        for piece in pieces:
+        self._placed[name] = placed
+        shape = tuple(tensor.shape)
+        layer = self._tensors.low_rank(name)
+        if layer is not None:
+            self._add_low_rank(name, shape, layer)
+        unproven = []
+        for piece in self._cut(plain, name, tensor):
             TensorSpec(piece.name, piece.shape, _dtype_name(tensor.dtype))  # refuses a dtype that cannot travel
-            if piece.name in self._entries:
-                raise DeclarationError(
-                    f"{piece.name}: rank {self.rank} finds it in {self._entries[piece.name].storage} and in {name}"
-                )
+            known = self._entries.get(piece.name)
+            if known is not None or (self._exports is not None and piece.name in self._exports):
+                other = known.storage if known is not None else "what the adapter makes of another"
+                raise DeclarationError(f"{piece.name}: rank {self.rank} finds it in {other} and in {name}")
             expected = shapes.get(piece.name)
             if expected is not None and tuple(expected) != piece.shape:
                 raise DeclarationError(
                     f"{piece.name}: rank {self.rank} holds it as a whole tensor of shape {piece.shape}, and it should "
                     f"have shape {tuple(expected)}; a part of a tensor must be a DTensor that says which part"
                 )
+            if isinstance(piece, Unproven):
+                unproven.append(piece)
+                continue
+            if layer is not None:
+                piece = replace(piece, indirect=piece.indirect or MERGED)
             self._entries[piece.name] = _Entry(name, piece, tuple(_parts(piece, placed.blocks)))
-        self._placed[name] = placed
+        if self._exports is not None:
+            self._exports.add(name, plain, unproven, placed.mesh)
+
+    def _cut(self, plain: str, name: str, tensor: torch.Tensor) -> tuple[Piece | Unproven, ...]:
+        """The checkpoint tensors that the training tensor `name` holds."""
+        shape, stacked = tuple(tensor.shape), self._tensors.stacked(name)
+        if self._adapter is None:
+            return self._naming.pieces(plain, shape, stacked)
+        return tuple(
+            replace(found, indirect=self._naming.taken_whole(found.name, found.shape, stacked))
+            if isinstance(found, Piece)
+            else found
+            for found in self._adapter.learn(plain, shape, tensor.dtype)
+        )
+
+    def _add_low_rank(self, name: str, shape: tuple[int, ...], layer: LowRank) -> None:
+        """Note a LoRA layer, and place its factors: ranks that hold copies of them must hold the same."""
+        down, up = (self._tensors.current(factor) for factor in (layer.down, layer.up))
+        self._merges.add(name, layer, shape, tuple(down.shape), tuple(up.shape))
+        for factor, tensor in ((layer.down, down), (layer.up, up)):
+            self._placed[factor] = self._placer.place(factor, tensor)
+
+    def _gathered(self, name: str) -> torch.Tensor:
+        """The whole training tensor `name`, on every rank of its mesh; collective."""
+        self._live(name)
+        return gathered(self._tensors.current(name))
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """The whole value of `name` as a checkpoint would have it, LoRA merged; collective."""
+        whole = self._gathered(name)
+        return self._merges.merged(name, whole, Region.whole(tuple(whole.shape))) if name in self._merges else whole
 
     def _live(self, name: str) -> torch.Tensor:
         """The local tensor of `name` now, proven to have the declared layout."""
@@ -213,6 +326,10 @@ def _parts(piece: Piece, blocks: Iterable[Block]) -> Iterable[_Part]:
         if common is not None:
             inner = common.relative_to(block.region).offset
             yield _Part(piece.region_of(common), tuple(a + b for a, b in zip(block.start, inner, strict=True)))
+
+
+def _not_held(tensor: str, rank: int, region: Region) -> DeclarationError:
+    return DeclarationError(f"{tensor}: rank {rank} holds no {region.offset}+{region.extent} in one piece")
 
 
 def _exported(tensor: str, export: Callable[[torch.Tensor], torch.Tensor], stored: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from nemo_rl_reshard.errors import DeclarationError
+from nemo_rl_reshard.sources.low_rank import LowRank, adapted
 from nemo_rl_reshard.sources.naming import StackedExperts
 
 
@@ -26,6 +27,9 @@ class LiveTensors(Protocol):
 
     def stacked(self, name: str) -> StackedExperts | None:
         """What the owner of a stacked expert tensor says of its form, if it says anything."""
+
+    def low_rank(self, name: str) -> LowRank | None:
+        """The LoRA layer whose base weight is `name`, when its merged value is yet to be computed."""
 
 
 class NamedTensors:
@@ -59,6 +63,10 @@ class NamedTensors:
         """Names alone say nothing."""
         return None
 
+    def low_rank(self, name: str) -> LowRank | None:  # noqa: ARG002
+        """Names alone say nothing."""
+        return None
+
 
 class ModuleTensors:
     """Parameters and persistent buffers of a live module, read without `state_dict()`, whose hooks may copy."""
@@ -67,6 +75,8 @@ class ModuleTensors:
         self._module = module
         self._owners: dict[str, tuple[torch.nn.Module, str]] = {}
         self._adapters: dict[str, torch.nn.Module] = {}
+        self._low_rank: dict[str, LowRank] = {}
+        self._unmergeable: dict[str, str] = {}
         self.refresh()
 
     def refresh(self) -> None:
@@ -75,7 +85,7 @@ class ModuleTensors:
         FSDP2 swaps the parameter objects of a module while it is unsharded (the root stays so after a forward
         pass without a backward one); what a refit reads are the shards, which are the master weights.
         """
-        self._owners, self._adapters = {}, {}
+        self._owners, self._adapters, self._low_rank, self._unmergeable = {}, {}, {}, {}
         for module in self._module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -87,17 +97,29 @@ class ModuleTensors:
             for leaf in (*module._parameters, *buffers):
                 if getattr(module, leaf) is not None:
                     self._owners[prefix + leaf] = (module, leaf)
+            found = adapted(module, prefix)
+            if isinstance(found, LowRank):
+                self._low_rank[f"{prefix}weight"] = found
+            elif found is not None:
+                self._unmergeable |= {
+                    prefix + leaf: found for leaf in module._parameters if prefix + leaf in self._owners
+                }
 
     def names(self) -> Iterable[str]:
         """In module order: each module's parameters, then its persistent buffers. Aliases appear under all names."""
         return tuple(self._owners)
 
     def current(self, name: str) -> torch.Tensor:
-        """What the owning module holds now. Raises DeclarationError when it is gone, or base of an unmerged adapter."""
+        """What the owning module holds now.
+
+        Raises DeclarationError when it is gone, or the base of an adapter that is not merged and cannot be.
+        """
         module, leaf = self._owners.get(name, (None, ""))
         tensor = getattr(module, leaf, None)
         if not isinstance(tensor, torch.Tensor):
             raise DeclarationError(f"{name}: the trainer holds no tensor of this name any more")
+        if name in self._unmergeable:
+            raise DeclarationError(f"{name}: {self._unmergeable[name]}")
         if self._adapters and _is_adapted(name):
             adapter = self._adapters.get(name[: name.rindex("base_layer.") + len("base_layer.")])
             if adapter is None or not adapter.merged:
@@ -111,6 +133,10 @@ class ModuleTensors:
         if not isinstance(transposed, bool):
             return None
         return StackedExperts(transposed, interleaved=getattr(module, "is_concatenated", True) is False)
+
+    def low_rank(self, name: str) -> LowRank | None:
+        """LoRA layers that keep the weight's own name, as those of NeMo Automodel do."""
+        return self._low_rank.get(name)
 
 
 def _is_adapted(name: str) -> bool:

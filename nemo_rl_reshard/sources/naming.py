@@ -64,6 +64,13 @@ class Piece:
         """Shape of the checkpoint tensor."""
         return tuple(self.box.extent[dim] for dim in self.dims)
 
+    def stored_region(self, region: Region) -> Region:
+        """`region` of the checkpoint tensor in the coordinates of the training tensor. Inverse of `region_of`."""
+        offset, extent = list(self.box.offset), list(self.box.extent)
+        for dim, start, size in zip(self.dims, region.offset, region.extent, strict=True):
+            offset[dim], extent[dim] = self.box.offset[dim] + start, size
+        return Region(tuple(offset), tuple(extent))
+
     def region_of(self, part: Region) -> Region:
         """`part` of the training tensor, inside `box`, in the coordinates of the checkpoint tensor."""
         inner = part.relative_to(self.box)
@@ -122,6 +129,15 @@ class Naming:
             Piece(self._renamed(piece.name), piece.box, piece.dims, piece.indirect, piece.export) for piece in found
         )
 
+    def taken_whole(self, name: str, shape: tuple[int, ...], stacked: StackedExperts | None = None) -> str:
+        """Why the engine's loader must be given the stacked expert tensor `name` whole; empty if it need not."""
+        interleaved = (stacked or self.stacked).interleaved or self.architecture in _INTERLEAVED_ARCHITECTURES
+        if interleaved and len(shape) in (2, 3) and (_STACKED.match(name) or _STACKED_BIAS.match(name)):
+            return "gate and up rows alternate: the engine's loader takes the experts whole"
+        if not interleaved and len(shape) == 2 and _STACKED_BIAS.match(name):
+            return "biases of stacked experts: the engine's loader takes them whole"
+        return ""
+
     def _renamed(self, name: str) -> str:
         for pattern, replacement in self.renames:
             name = re.sub(pattern, replacement, name)
@@ -131,11 +147,9 @@ class Naming:
         rule = next((rule for rule in self.rules if re.fullmatch(rule.pattern, name)), None)
         if rule is not None:
             return (_by_rule(name, shape, rule),)
-        if len(shape) in (2, 3) and (self.architecture in _INTERLEAVED_ARCHITECTURES or stacked.interleaved):
-            if _STACKED.match(name) or _STACKED_BIAS.match(name):
-                return (_whole(name, shape, "gate and up rows alternate: the engine's loader takes the experts whole"),)
-        elif len(shape) == 2 and _STACKED_BIAS.match(name):
-            return (_whole(name, shape, "biases of stacked experts: the engine's loader takes them whole"),)
+        reason = self.taken_whole(name, shape, stacked)
+        if reason:
+            return (_whole(name, shape, reason),)
         match = _STACKED.match(name)
         if match is None or len(shape) != 3:
             return (_whole(name, shape),)

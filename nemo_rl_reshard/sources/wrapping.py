@@ -7,21 +7,14 @@ _INSERTED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 # Leading paths of whole-model wrappers: DDP, and PEFT around the model.
 _LEADING = ("module.", "base_model.model.")
 # Path components of tensors that an adapter owns; `original_module` is the frozen copy of a module trained in full.
-_ADAPTER = (
-    "lora_A",
-    "lora_B",
-    "lora_embedding_A",
-    "lora_embedding_B",
-    "lora_magnitude_vector",
-    "prompt_encoder",
-    "original_module",
-)
+_ADAPTER = ("prompt_encoder", "original_module")
+_ADAPTER_PREFIX = "lora_"
 _TRAINED_COPY = "modules_to_save"
 
 
 def is_adapter(name: str) -> bool:
     """True for a tensor that is no weight of the model itself: it is counted, and never sent."""
-    return any(part in _ADAPTER for part in name.split("."))
+    return any(part in _ADAPTER or part.startswith(_ADAPTER_PREFIX) for part in name.split("."))
 
 
 def plain_name(name: str) -> str:

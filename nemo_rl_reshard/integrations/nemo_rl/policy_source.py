@@ -22,6 +22,4 @@ def source_of_policy(worker: Any, rank: int) -> DTensorSource:
         raise DeclarationError(
             f"{type(worker).__name__} of rank {rank} holds no module in `model`; a refit reads a DTensor policy worker"
         )
-    if getattr(model, "state_dict_adapter", None) is not None:
-        raise DeclarationError(f"rank {rank}: models with a state-dict adapter are not read yet")
     return DTensorSource.from_model(model, rank)
