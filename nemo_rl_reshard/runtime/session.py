@@ -17,7 +17,7 @@ from nemo_rl_reshard.errors import HandshakeError, ReshardError, StateError
 from nemo_rl_reshard.layout import Region
 from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.runtime.assignment import Assignment
-from nemo_rl_reshard.runtime.endpoint import Source, Target
+from nemo_rl_reshard.runtime.endpoint import PreparedSource, Source, Target
 from nemo_rl_reshard.runtime.executor import Executor
 from nemo_rl_reshard.runtime.handshake import Agreement
 from nemo_rl_reshard.runtime.leftovers import LeftoverMover
@@ -208,7 +208,7 @@ class RankSession:
         with report.timing(Phase.DECLARE):
             joined.agreement.reach("the coming refit", _statement(joined.world, work.assignment, order), deadline)
         verification = Verification.of(order, joined.seat.transport)
-        with self._open_target(order.version, report):
+        with self._prepared_source(report), self._open_target(order.version, report):
             work.executor.run(deadline, report, verification)
             with report.timing(Phase.VERIFY):
                 verification.compare(deadline)
@@ -223,6 +223,19 @@ class RankSession:
         report.num_verified = verification.num_compared
         staging = work.executor.extra_bytes + work.leftovers.extra_bytes
         report.peak_extra_bytes = staging + int(getattr(self._target, "peak_extra_bytes", 0))
+
+    @contextmanager
+    def _prepared_source(self, report: RankReport) -> Iterator[None]:
+        """The source with what its computed values take, if it computes any. Every trainer has agreed to come here."""
+        if not isinstance(self._source, PreparedSource):
+            yield
+            return
+        try:
+            with report.timing(Phase.LEFTOVER):
+                self._source.prepare()
+            yield
+        finally:
+            self._source.release()
 
     @contextmanager
     def _open_target(self, version: int, report: RankReport) -> Iterator[None]:
