@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from nemo_rl_reshard.params.catalog import Catalog
 from nemo_rl_reshard.plan.codec import program_from_plain, program_to_plain
 from nemo_rl_reshard.plan.lower import lower
 from nemo_rl_reshard.plan.plan import Plan
+from nemo_rl_reshard.plan.rounds import RoundLimits, round_starts
 from nemo_rl_reshard.plan.transfer import RankProgram
 from nemo_rl_reshard.runtime.leftover_plan import Gather, LeftoverProgram, plan_leftovers
 
@@ -26,6 +28,7 @@ class Assignment:
     """One rank's program and leftovers, and the sizes that every rank must share.
 
     `in_flight` bounds the messages under way, sends and receives apart; `bucket_bytes` the staging of each.
+    `round_starts` are the orders at which all ranks begin a round, for transports that need them.
     """
 
     program: RankProgram
@@ -33,6 +36,14 @@ class Assignment:
     num_ranks: int
     in_flight: int
     bucket_bytes: int
+    round_starts: tuple[int, ...] = ()
+
+    @property
+    def round_limits(self) -> RoundLimits:
+        """What bounds a round on every rank."""
+        return RoundLimits.of(
+            in_flight=self.in_flight, bucket_bytes=self.bucket_bytes, message_bytes=self.program.message_bytes
+        )
 
     def statement(self) -> dict[str, Any]:
         """What must be equal on all ranks before the first byte moves."""
@@ -43,6 +54,7 @@ class Assignment:
             "message_bytes": self.program.message_bytes,
             "bucket_bytes": self.bucket_bytes,
             "in_flight": self.in_flight,
+            "rounds_digest": hashlib.blake2b(repr(self.round_starts).encode(), digest_size=8).hexdigest(),
             "package_version": nemo_rl_reshard.__version__,
             "torch_version": torch.__version__.split("+")[0],
             "byte_order": sys.byteorder,
@@ -64,6 +76,7 @@ class Assignment:
             "num_ranks": self.num_ranks,
             "in_flight": self.in_flight,
             "bucket_bytes": self.bucket_bytes,
+            "round_starts": list(self.round_starts),
         }
 
     @classmethod
@@ -73,6 +86,7 @@ class Assignment:
             program, leftovers = plain["program"], plain["leftovers"]
             num_ranks, in_flight = int(plain["num_ranks"]), int(plain["in_flight"])
             bucket_bytes = int(plain["bucket_bytes"])
+            rounds = tuple(int(order) for order in plain["round_starts"])
         except (KeyError, TypeError, ValueError) as fault:
             raise PlanError(f"malformed assignment: {fault}") from fault
         found = program_from_plain(program)
@@ -80,7 +94,7 @@ class Assignment:
             raise PlanError(f"rank {rank} was given the program of rank {found.rank}")
         if in_flight < 1 or bucket_bytes < 1:
             raise PlanError(f"in_flight {in_flight} and bucket_bytes {bucket_bytes} must be positive")
-        return cls(found, LeftoverProgram.from_plain(leftovers), num_ranks, in_flight, bucket_bytes)
+        return cls(found, LeftoverProgram.from_plain(leftovers), num_ranks, in_flight, bucket_bytes, rounds)
 
 
 def assign(
@@ -104,7 +118,10 @@ def assign(
         gather=gather,
     )
     bucket_bytes = plan.options.bucket_bytes
+    programs = {rank: lower(plan, rank) for rank in ranks}
+    limits = RoundLimits.of(in_flight=in_flight, bucket_bytes=bucket_bytes, message_bytes=plan.options.largest_message)
+    rounds = round_starts(programs.values(), limits.messages)
     return {
-        rank: Assignment(lower(plan, rank), leftovers.of_rank(rank), len(ranks), in_flight, bucket_bytes)
-        for rank in ranks
+        rank: Assignment(program, leftovers.of_rank(rank), len(ranks), in_flight, bucket_bytes, rounds)
+        for rank, program in programs.items()
     }

@@ -46,13 +46,13 @@ class Agreement:
         self._store.set(self._present(self._transport.rank), str(self._meeting))
         said = json.dumps(statement, sort_keys=True)
         digest = hashlib.blake2b(said.encode(), digest_size=_DIGEST_BYTES).digest()
-        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        everyone = torch.empty(size * _DIGEST_BYTES, dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self._transport.device)
+        everyone = torch.empty(size * _DIGEST_BYTES, dtype=torch.uint8, device=self._transport.device)
         try:
             self._transport.all_gather(everyone, own, tuple(range(size))).wait(deadline)
         except TransportTimeoutError as fault:
             raise self._timed_out(topic, deadline) from fault
-        if everyone.numpy().tobytes() != digest * size:
+        if everyone.cpu().numpy().tobytes() != digest * size:
             self._explain(topic, said, deadline)
 
     def _explain(self, topic: str, said: str, deadline: Deadline) -> None:

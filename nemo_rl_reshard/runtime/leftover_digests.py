@@ -73,11 +73,12 @@ class LeftoverDigests:
 
 
 def _send(transport: Transport, rank: int, digests: Sequence[bytes], deadline: Deadline) -> None:
-    transport.send(torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8), rank).wait(deadline)
+    said = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
+    transport.send(said.to(transport.device), rank).wait(deadline)
 
 
 def _receive(transport: Transport, rank: int, count: int, deadline: Deadline) -> list[bytes]:
-    said = torch.empty(count * DIGEST_BYTES, dtype=torch.uint8)
+    said = torch.empty(count * DIGEST_BYTES, dtype=torch.uint8, device=transport.device)
     transport.receive(said, rank).wait(deadline)
-    content = said.numpy().tobytes()
+    content = said.cpu().numpy().tobytes()
     return [content[start : start + DIGEST_BYTES] for start in range(0, len(content), DIGEST_BYTES)]

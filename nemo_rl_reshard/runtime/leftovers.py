@@ -17,6 +17,7 @@ from nemo_rl_reshard.runtime.verify import Verification
 from nemo_rl_reshard.transport.deadline import Deadline
 from nemo_rl_reshard.transport.protocol import Pending, Transport
 from nemo_rl_reshard.transport.staging import pack
+from nemo_rl_reshard.transport.streams import StreamOrder
 
 _SETS = 2
 """Buffers of each kind: one batch is gathered while the one before it is broadcast and loaded."""
@@ -41,11 +42,18 @@ class LeftoverMover:
     """
 
     def __init__(
-        self, program: LeftoverProgram, transport: Transport, *, source: Source | None, target: Target | None
+        self,
+        program: LeftoverProgram,
+        transport: Transport,
+        streams: StreamOrder,
+        *,
+        source: Source | None,
+        target: Target | None,
     ) -> None:
         rank = transport.rank
         self._program = program
         self._transport = transport
+        self._streams = streams
         self._source = source
         self._target = target
         self._is_root = rank == program.root
@@ -72,7 +80,7 @@ class LeftoverMover:
         self._allocate()
         self._kept_bytes = 0
         self._digests = LeftoverDigests(verification.picks)
-        gathering: list[Pending] = self._start_gather(0, report)
+        gathering: list[Pending] = self._start_gather(0, deadline, report)
         sending: list[list[Pending]] = [[] for _ in range(_SETS)]
         if self._only_receives:
             sending[0] = self._start_broadcast(0, report)
@@ -80,7 +88,7 @@ class LeftoverMover:
             turn = index % _SETS
             following: list[Pending] = []
             if index + 1 < len(batches):
-                following = self._start_gather(index + 1, report)
+                following = self._start_gather(index + 1, deadline, report)
             if self._is_receiver and not self._is_root and not self._only_receives:
                 sending[turn] = self._start_broadcast(index, report)
             _wait(gathering, deadline)
@@ -93,7 +101,7 @@ class LeftoverMover:
                 if index + 1 < len(batches) and self._only_receives:
                     sending[(index + 1) % _SETS] = self._start_broadcast(index + 1, report)
                 _wait(sending[turn], deadline)
-                self._load(batch, turn)
+                self._load(batch, turn, deadline)
         for pending in sending:
             _wait(pending, deadline)
 
@@ -115,10 +123,13 @@ class LeftoverMover:
         )
         num_sets = min(_SETS, len(self._program.batches))
         for _ in range(num_sets):
-            self._sets.append(_Buffers(*(torch.empty(size, dtype=torch.uint8) for size in sizes)))
+            self._sets.append(_Buffers(*(self._buffer(size) for size in sizes)))
         self._allocated_bytes = sum(sizes) * num_sets
 
-    def _start_gather(self, index: int, report: RankReport) -> list[Pending]:
+    def _buffer(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._transport.device)
+
+    def _start_gather(self, index: int, deadline: Deadline, report: RankReport) -> list[Pending]:
         """Pack this trainer's share of a batch and start bringing the shares together."""
         if not self._is_trainer:
             return []
@@ -128,9 +139,12 @@ class LeftoverMover:
             assert self._source is not None
             spec = batch.specs[piece.place]
             view = self._source.view(spec.name, piece.region).detach()
+            self._streams.meet(view.device)
             nbytes = piece.region.numel * spec.item_size
             pack(view, own[piece.share_offset : piece.share_offset + nbytes], _torch_dtype(spec))
             self._digests.note_held(spec.name, view, _torch_dtype(spec))
+        if self._transport.device.type == "cpu":
+            self._streams.settle(deadline, f"copying {batch.share_nbytes} bytes of leftovers")  # the host sends them
         trainers = self._program.trainers
         others = len(trainers) - 1
         if not others:
@@ -145,11 +159,12 @@ class LeftoverMover:
             report.leftover_bytes_sent += size
             return [self._transport.send(own, self._program.root)]
         report.leftover_bytes_received += size * others
-        return [
-            self._transport.receive(buffers.gathered[place * size : (place + 1) * size], rank)
-            for place, rank in enumerate(trainers)
-            if rank != self._program.root
-        ]
+        with self._transport.together():
+            return [
+                self._transport.receive(buffers.gathered[place * size : (place + 1) * size], rank)
+                for place, rank in enumerate(trainers)
+                if rank != self._program.root
+            ]
 
     def _assemble(self, batch: Batch, buffers: _Buffers) -> None:
         """On the root: put the pieces of all shares together to whole tensors."""
@@ -180,7 +195,7 @@ class LeftoverMover:
         buffer = buffers.whole[: batch.nbytes]
         return [self._transport.broadcast(buffer, self._program.root, self._sending_ranks)]
 
-    def _load(self, batch: Batch, turn: int) -> None:
+    def _load(self, batch: Batch, turn: int, deadline: Deadline) -> None:
         """Hand one batch to the engine's loader; a buffer that it keeps a reference to becomes its own."""
         assert self._target is not None
         named = [(spec.name, _tensor_in(self._sets[turn].whole, batch, i)) for i, spec in enumerate(batch.specs)]
@@ -188,6 +203,8 @@ class LeftoverMover:
             self._digests.note_wholes(named)
         self._target.load(named)
         named.clear()
+        if self._transport.device.type == "cpu":
+            self._streams.settle(deadline, f"loading {batch.nbytes} bytes of leftovers")  # the host writes there next
         if _is_shared(self._sets[turn].whole):
             self._kept_bytes += self._sets[turn].whole.numel()
             self._sets[turn].whole = torch.empty_like(self._sets[turn].whole)

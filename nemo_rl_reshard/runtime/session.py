@@ -9,23 +9,30 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+import torch
+
 from nemo_rl_reshard.errors import HandshakeError, ReshardError, StateError
 from nemo_rl_reshard.layout import Region
+from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.runtime.assignment import Assignment
-from nemo_rl_reshard.runtime.endpoint import PreparedSource, Source, Target
+from nemo_rl_reshard.runtime.endpoint import PreparedSource, Source, Target, devices_of
 from nemo_rl_reshard.runtime.executor import Executor
 from nemo_rl_reshard.runtime.handshake import Agreement
 from nemo_rl_reshard.runtime.leftovers import LeftoverMover
+from nemo_rl_reshard.runtime.mover import MessageMover
 from nemo_rl_reshard.runtime.order import RefitOrder
 from nemo_rl_reshard.runtime.report import Phase, RankReport
+from nemo_rl_reshard.runtime.round_executor import RoundExecutor
 from nemo_rl_reshard.runtime.verify import Verification
 from nemo_rl_reshard.runtime.world import Join, Seat, World, join_processes
 from nemo_rl_reshard.transport.deadline import Deadline
+from nemo_rl_reshard.transport.devices import DeviceReport
+from nemo_rl_reshard.transport.streams import StreamOrder
 
 
 class SessionState(StrEnum):
@@ -54,8 +61,10 @@ class _Work:
     """An assignment made ready to run in the present world; owns the buffers."""
 
     assignment: Assignment
-    executor: Executor
+    mover: MessageMover
+    executor: Executor | RoundExecutor
     leftovers: LeftoverMover
+    streams: StreamOrder
 
 
 class RankSession:
@@ -77,6 +86,7 @@ class RankSession:
         self._first_cause: BaseException | None = None
         self._version: int | None = None
         self._held: dict[str, list[Region]] = {}
+        self._devices: dict[Side, set[torch.device]] = {}
         self._assignment: Assignment | None = None
         self._generation: int | None = None
         self._joined: _Joined | None = None
@@ -97,6 +107,11 @@ class RankSession:
     def first_cause(self) -> BaseException | None:
         """What made the session FAILED; None in any other state."""
         return self._first_cause
+
+    @property
+    def devices(self) -> DeviceReport:
+        """Where the declared weights lie, and whether this rank could join NCCL."""
+        return DeviceReport.of(set[torch.device]().union(*self._devices.values()))
 
     def declare(self, specs: Sequence[Sequence[Any]] | None = None) -> dict[str, Any]:
         """This rank's manifest.
@@ -122,6 +137,7 @@ class RankSession:
             manifest = self._target.manifest(
                 self.rank, [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in specs]
             )
+        self._devices[manifest.side] = devices_of(self._source if specs is None else self._target, manifest)
         self._assignment = self._work = None
         if self._state is not SessionState.FAILED:
             self._state = SessionState.DECLARED
@@ -138,6 +154,8 @@ class RankSession:
             "connect", SessionState.DECLARED, SessionState.PLANNED, SessionState.READY, SessionState.FAILED
         )  # fmt: skip
         joining = World.from_plain(world)
+        if joining.transport != "gloo":
+            joining = replace(joining, device=self.devices.device)
         if joining.rank != self.rank:
             raise HandshakeError(f"rank {self.rank} was told that it is rank {joining.rank}")
         if self._generation is not None and joining.generation <= self._generation:
@@ -207,6 +225,9 @@ class RankSession:
         deadline = Deadline.after(order.deadline_s)
         with report.timing(Phase.DECLARE):
             joined.agreement.reach("the coming refit", _statement(joined.world, work.assignment, order), deadline)
+        work.streams.begin()
+        for device in set[torch.device]().union(*self._devices.values()):
+            work.streams.meet(device)
         verification = Verification.of(order, joined.seat.transport)
         with self._prepared_source(report), self._open_target(order.version, report):
             work.executor.run(deadline, report, verification)
@@ -219,9 +240,10 @@ class RankSession:
             with report.timing(Phase.INSTALL):
                 if self._target is not None:
                     self._target.finish(order.version)
+                work.streams.settle(deadline, "installing the weights")  # whoever reads them next may use any stream
                 joined.agreement.reach("having finished", {"version": order.version}, deadline)
         report.num_verified = verification.num_compared
-        staging = work.executor.extra_bytes + work.leftovers.extra_bytes
+        staging = work.mover.extra_bytes + work.leftovers.extra_bytes
         report.peak_extra_bytes = staging + int(getattr(self._target, "peak_extra_bytes", 0))
 
     @contextmanager
@@ -263,18 +285,23 @@ class RankSession:
                 f"{assignment.num_ranks} ranks"
             )
         transport = joined.seat.transport
-        executor = Executor(
+        streams = StreamOrder()
+        mover = MessageMover(
             assignment.program,
             transport,
+            streams,
             source=self._source,
             target=self._target,
             held=self._held,
             in_flight=assignment.in_flight,
             bucket_bytes=assignment.bucket_bytes,
         )
-        leftovers = LeftoverMover(assignment.leftovers, transport, source=self._source, target=self._target)
+        executor: Executor | RoundExecutor = Executor(mover)
+        if transport.in_rounds:
+            executor = RoundExecutor(mover, transport, assignment)
+        leftovers = LeftoverMover(assignment.leftovers, transport, streams, source=self._source, target=self._target)
         self._assignment = assignment
-        self._work = _Work(assignment, executor, leftovers)
+        self._work = _Work(assignment, mover, executor, leftovers, streams)
         self._state = SessionState.READY
 
     def _fail(self, error: BaseException) -> None:
@@ -309,5 +336,6 @@ def _statement(world: World, assignment: Assignment, order: RefitOrder) -> dict[
         **order.to_plain(),
         "world_size": world.size,
         "num_trainers": world.num_trainers,
+        "transport": world.transport,
         "generation": world.generation,
     }

@@ -12,10 +12,12 @@ from nemo_rl_reshard.errors import FaultList, VerificationError
 from nemo_rl_reshard.plan.transfer import Message, Part
 from nemo_rl_reshard.runtime.order import RefitOrder, VerifyMode
 from nemo_rl_reshard.transport.deadline import Deadline
-from nemo_rl_reshard.transport.protocol import Transport
+from nemo_rl_reshard.transport.protocol import Pending, Transport
 from nemo_rl_reshard.transport.staging import wire_bytes
 
 DIGEST_BYTES = 8
+PEERS_AT_ONCE = 64
+"""Ranks with which digests are exchanged together, each way."""
 ONE_IN = 16
 """A sample takes one tensor in this many; another choice at every version and seed."""
 
@@ -32,6 +34,10 @@ class _Pair:
 
     parts: list[Part] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
+
+    def joined(self) -> Tensor:
+        """All digests, one after the other."""
+        return torch.frombuffer(bytearray(b"".join(self.digests)), dtype=torch.uint8)
 
 
 class Verification:
@@ -77,22 +83,27 @@ class Verification:
 
     def compare(self, deadline: Deadline) -> None:
         """Exchange the digests of this refit. Raises VerificationError listing every region that differs."""
-        pending = []
+        transport = self._transport
+        rank, size, device = transport.rank, transport.size, transport.device
+        pending: list[Pending] = []
         theirs: dict[int, Tensor] = {}
         for src, pair in self._received.items():
-            theirs[src] = torch.zeros(len(pair.digests) * DIGEST_BYTES, dtype=torch.uint8)
-            if src != self._transport.rank:
-                pending.append(self._transport.receive(theirs[src], src))
-        for dst, pair in self._sent.items():
-            ours = torch.frombuffer(bytearray(b"".join(pair.digests)), dtype=torch.uint8)
-            if dst != self._transport.rank:
-                pending.append(self._transport.send(ours, dst))
-            else:
-                theirs[dst].copy_(ours)
+            theirs[src] = torch.zeros(len(pair.digests) * DIGEST_BYTES, dtype=torch.uint8, device=device)
+        # By how far apart ranks are, so that both ends of a pair come together; a bounded number of pairs at a time.
+        for first in range(1, size, PEERS_AT_ONCE):
+            with transport.together():
+                for apart in range(first, min(first + PEERS_AT_ONCE, size)):
+                    src, dst = (rank - apart) % size, (rank + apart) % size
+                    if src in theirs:
+                        pending.append(transport.receive(theirs[src], src))
+                    if dst in self._sent:
+                        pending.append(transport.send(self._sent[dst].joined().to(device), dst))
+        if rank in theirs:
+            theirs[rank].copy_(self._sent[rank].joined())
         for operation in pending:
             operation.wait(deadline)
         for src, pair in self._received.items():
-            said = theirs[src].numpy().tobytes()
+            said = theirs[src].cpu().numpy().tobytes()
             for place, (part, found) in enumerate(zip(pair.parts, pair.digests, strict=True)):
                 self.num_compared += 1
                 if said[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES] != found:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from nemo_rl_reshard.errors import RefitAbortedError, ReshardError, TransportError, TransportTimeoutError
@@ -76,12 +78,19 @@ class _LoopbackPending:
 class LoopbackTransport:
     """One rank's end of a LoopbackHub. Implements `Transport`."""
 
+    in_rounds = False
+
     def __init__(self, hub: LoopbackHub, rank: int) -> None:
         self.rank = rank
         self.size = hub.size
+        self.device = torch.device("cpu")
         self._hub = hub
         self._first_cause: ReshardError | None = None
         self._collectives: dict[tuple[int, ...], int] = {}
+
+    def together(self) -> AbstractContextManager[None]:
+        """See `Transport.together`; everything advances independently here."""
+        return nullcontext()
 
     def send(self, buffer: Tensor, dst: int) -> _LoopbackPending:
         """See `Transport.send`."""

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -83,6 +83,7 @@ class ProcessGroupTransport:
         self.rank = rank
         self.size = size
         self.device = torch.device(device)
+        self.in_rounds = backend == "nccl"
         self._everyone = tuple(range(size))
         self._store = store
         self._timeout_s = timeout_s
@@ -104,6 +105,10 @@ class ProcessGroupTransport:
         except BaseException:
             self.close()
             raise
+
+    def together(self) -> AbstractContextManager[None]:
+        """See `Transport.together`."""
+        return nullcontext()
 
     def send(self, buffer: Tensor, dst: int) -> _StartedWork:
         """See `Transport.send`."""

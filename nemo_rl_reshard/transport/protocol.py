@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from nemo_rl_reshard.transport.deadline import Deadline
@@ -24,13 +26,22 @@ class Pending(Protocol):
 class Transport(Protocol):
     """One rank's end of a refit world.
 
-    Every buffer is a contiguous 1-D uint8 tensor. Starting an operation does not block, except that the first
-    collective over a set of ranks meets the other members. One thread at a time may start operations; `abort` and
-    `close` may come from any thread.
+    Every buffer is a contiguous 1-D uint8 tensor on `device`. Starting an operation does not block, except that the
+    first collective over a set of ranks meets the other members. One thread at a time may start operations; `abort`
+    and `close` may come from any thread.
+
+    Where `in_rounds` is true, as over NCCL, what a rank starts runs one after the other, and a message keeps all that
+    comes after it waiting until its other end is started, too: both ranks must start it in the same turn, with
+    `together`. Starting the first message of a pair may then block until its other end is started.
     """
 
     rank: int
     size: int
+    device: torch.device
+    in_rounds: bool
+
+    def together(self) -> AbstractContextManager[None]:
+        """The sends and receives that are started inside advance independently of each other, and end as one."""
 
     def send(self, buffer: Tensor, dst: int) -> Pending:
         """Send `buffer` to rank `dst`. Messages of one (source, receiver) pair arrive in the order they were sent."""

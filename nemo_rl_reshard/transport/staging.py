@@ -18,22 +18,26 @@ _SLOT_ALIGNMENT = 64
 class StagingSlots:
     """`num_slots` slots of `slot_bytes` in one allocation that lasts as long as this object. For one thread."""
 
-    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device | str = "cpu") -> None:
-        """Allocate, and touch every page. Host memory is pinned where CUDA is there, since copies then overlap.
+    def __init__(
+        self, num_slots: int, slot_bytes: int, device: torch.device | str = "cpu", *, pinned: bool = False
+    ) -> None:
+        """Allocate, and touch every page. Slots of host memory that a GPU copies from or to are to be `pinned`.
 
         `slot_bytes` is 0 when nothing has to be staged. Raises ValueError for no slots or a negative size.
         """
         if num_slots < 1 or slot_bytes < 0:
             raise ValueError(f"staging needs at least one slot, not {num_slots} of {slot_bytes} bytes")
-        device = torch.device(device)
-        pitch = -(-slot_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
-        pinned = device.type == "cpu" and torch.cuda.is_available()
-        memory = torch.zeros(num_slots * pitch, dtype=torch.uint8, device=device, pin_memory=pinned)
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        self.nbytes = memory.numel()
-        self._slots = [memory[index * pitch : index * pitch + slot_bytes] for index in range(num_slots)]
+        self._pitch = -(-slot_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+        self._memory = torch.zeros(num_slots * self._pitch, dtype=torch.uint8, device=device, pin_memory=pinned)
+        self._twin: Tensor | None = None
         self._free = list(reversed(range(num_slots)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, on the device and as twins."""
+        return self._memory.numel() * (1 if self._twin is None else 2)
 
     @property
     def has_free(self) -> bool:
@@ -50,13 +54,25 @@ class StagingSlots:
         if not self._free:
             raise TransportError(f"all {self.num_slots} staging slots are taken; finish a message before the next")
         slot = self._free.pop()
-        return slot, self._slots[slot][:nbytes]
+        return slot, self._bytes_of(self._memory, slot, nbytes)
+
+    def host_twin(self, slot: int, nbytes: int) -> Tensor:
+        """The first `nbytes` bytes of pinned host memory that belongs to the taken `slot` on a GPU, for as long.
+
+        What is copied from there to the slot is out of it when the slot is given back, since the slot was used.
+        """
+        if self._twin is None:
+            self._twin = torch.zeros(self._memory.numel(), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return self._bytes_of(self._twin, slot, nbytes)
 
     def give_back(self, slot: int) -> None:
         """Free `slot`: nothing refers to its bytes any more. Raises TransportError if it is not taken."""
         if not 0 <= slot < self.num_slots or slot in self._free:
             raise TransportError(f"staging slot {slot} is not taken, so it cannot be given back")
         self._free.append(slot)
+
+    def _bytes_of(self, memory: Tensor, slot: int, nbytes: int) -> Tensor:
+        return memory[slot * self._pitch : slot * self._pitch + nbytes]
 
 
 def is_plain(view: Tensor, dtype: torch.dtype) -> bool:
@@ -81,23 +97,25 @@ def wire_bytes(view: Tensor) -> Tensor:
 def pack(view: Tensor, buffer: Tensor, dtype: torch.dtype) -> None:
     """Fill `buffer`, 1-D uint8, with the elements of `view` in row-major order, cast to `dtype` (nearest even).
 
-    `view` may be strided in any way. Raises TransportError unless `buffer` has exactly the bytes that it takes.
+    `view` may be strided in any way. Between devices the copy is only started: see StreamOrder.settle. Raises
+    TransportError unless `buffer` has exactly the bytes that it takes.
     """
     _check_length(view, buffer, dtype)
     if _is_aligned(buffer, dtype):
-        buffer.view(dtype).view(view.shape).copy_(view.detach())
+        buffer.view(dtype).view(view.shape).copy_(view.detach(), non_blocking=True)
     else:
-        buffer.copy_(wire_bytes(view.detach().to(dtype).contiguous()))
+        buffer.copy_(wire_bytes(view.detach().to(dtype).contiguous()), non_blocking=True)
 
 
 def unpack(buffer: Tensor, view: Tensor, dtype: torch.dtype) -> None:
     """Fill `view`, strided in any way, from what `pack` left in `buffer`; what the view skips keeps its values.
 
-    Raises TransportError unless `buffer` has exactly the bytes that `view` takes as `dtype`.
+    Between devices the copy is only started: see StreamOrder.settle. Raises TransportError unless `buffer` has exactly
+    the bytes that `view` takes as `dtype`.
     """
     _check_length(view, buffer, dtype)
     aligned = buffer if _is_aligned(buffer, dtype) else buffer.clone()
-    view.detach().copy_(aligned.view(dtype).view(view.shape))
+    view.detach().copy_(aligned.view(dtype).view(view.shape), non_blocking=True)
 
 
 def _is_aligned(buffer: Tensor, dtype: torch.dtype) -> bool:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -49,9 +50,14 @@ class FaultyTransport:
     def __init__(self, inner: Transport, faults: Mapping[int, Fault]) -> None:
         self.rank = inner.rank
         self.size = inner.size
+        self.device = inner.device
+        self.in_rounds = inner.in_rounds
         self.num_started = 0
         self._inner = inner
         self._faults = dict(faults)
+
+    def together(self) -> AbstractContextManager[None]:
+        return self._inner.together()
 
     def send(self, buffer: Tensor, dst: int) -> Pending:
         self._strike()

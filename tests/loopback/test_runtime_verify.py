@@ -41,6 +41,7 @@ class _Flipping:
 
     def __init__(self, inner: Transport, where: str) -> None:
         self.rank, self.size = inner.rank, inner.size
+        self.device, self.in_rounds, self.together = inner.device, inner.in_rounds, inner.together
         self._inner = inner
         self._where = where
         self._skips = 1 if where == "all_gather" else 0
