@@ -15,6 +15,7 @@ from nemo_rl_reshard.layout import Region
 
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN.clone.default, _ATEN._to_copy.default)
+_BY_MEMORY = (_ATEN.as_strided.default,)
 _UNTOLD = (*_COPIES, _ATEN.alias.default, _ATEN.detach.default)
 
 
@@ -52,6 +53,9 @@ class ViewTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             raise NotAViewError(f"{func} writes to the tensor")
+        if func in _BY_MEMORY:
+            # Of a copy it would read the copy's memory, and here there are no copies.
+            raise NotAViewError(f"{func} reads memory, not elements")
         if func not in _UNTOLD:
             told = [repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
             self.operations.append(f"{func}({', '.join(told)})")
