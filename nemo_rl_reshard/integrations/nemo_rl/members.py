@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import ObjectRef
 
+from nemo_rl_reshard.errors import StateError
 from nemo_rl_reshard.integrations.nemo_rl.engine_rank import perform_on_engine
 from nemo_rl_reshard.integrations.nemo_rl.policy_rank import perform_on_policy
 from nemo_rl_reshard.orchestration.member import Member
@@ -16,41 +17,74 @@ from nemo_rl_reshard.orchestration.outcome import Outcome
 from nemo_rl_reshard.params.manifest import Side
 
 
-@dataclass(frozen=True)
-class PolicyMember(Member):
-    """One trainer actor, one rank. Its actor may run queued calls in any order: each carries its world's epoch."""
+def require_ray() -> None:
+    """Raise StateError if Ray was shut down. A handle would start a cluster of its own rather than fail."""
+    if not ray.is_initialized():
+        raise StateError("Ray is shut down, and the actors of the refit with it")
 
-    def submit(self, operation: str, arguments: Sequence[dict[str, Any]]) -> ObjectRef[Any]:
-        """Run our function on the actor's instance, or its own `reshard` where a class of ours was mixed in."""
-        if hasattr(self.handle, "reshard"):
-            return super().submit(operation, arguments)
-        reference: ObjectRef[Any] = self.handle.__ray_call__.remote(perform_on_policy, operation, list(arguments))
+
+@dataclass(frozen=True)
+class StockMember(Member):
+    """An actor of NeMo RL's own, in which we run functions."""
+
+    @property
+    def takes_functions(self) -> bool:
+        """Whether the actor runs a function on its own instance when asked to."""
+        return hasattr(self.handle, "__ray_call__")
+
+    def on_actor(self, function: Callable[..., Any], *arguments: Any) -> ObjectRef[Any]:
+        """Start `function(instance, *arguments)` in the actor. Raises StateError if Ray was shut down."""
+        require_ray()
+        reference: ObjectRef[Any] = self.handle.__ray_call__.remote(function, *arguments)
         return reference
 
 
 @dataclass(frozen=True)
-class EngineMember(Member):
-    """One engine, through the actor that owns it: a rank per worker, by executor rank."""
+class PolicyMember(StockMember):
+    """One trainer actor, one rank. It may run queued calls in any order: every request carries its world's epoch."""
+
+    @property
+    def has_methods(self) -> bool:
+        """Whether the actor's class is one of `worker_classes`, with a method for every request."""
+        return hasattr(self.handle, "reshard")
+
+    def submit(self, operation: str, arguments: Sequence[dict[str, Any]]) -> ObjectRef[Any]:
+        """Run our function on the actor's instance, or the method it was given."""
+        if self.has_methods:
+            require_ray()
+            return super().submit(operation, arguments)
+        return self.on_actor(perform_on_policy, operation, list(arguments))
+
+
+@dataclass(frozen=True)
+class EngineMember(StockMember):
+    """One engine, through the actor that owns it: a rank per worker, by executor rank.
+
+    `is_async` says which of NeMo RL's two worker classes the actor is. With `by_name` the engine's workers are of
+    `worker_classes` and are asked by the name of their method, for engines that take no functions.
+    """
 
     is_async: bool = False
+    by_name: bool = False
 
     @property
     def rpc(self) -> str:
-        """The actor's method that passes a call on to every worker of its engine."""
+        """The actor's method that passes a call on to every worker of its engine; both take the same arguments."""
         return "checkpoint_engine_rpc_async" if self.is_async else "checkpoint_engine_rpc"
 
-    def submit(self, operation: str, arguments: Sequence[dict[str, Any]]) -> ObjectRef[Any]:
-        """Run our function on every worker of the engine.
+    def on_workers(self, function: Callable[..., Any] | str, *arguments: Any) -> ObjectRef[Any]:
+        """Start `function(worker, *arguments)`, or a method of that name, in every worker; a list by executor rank."""
+        require_ray()
+        method = getattr(self.handle, self.rpc)
+        reference: ObjectRef[Any] = method.remote(checkpoint_method=function, method_args=arguments)
+        return reference
 
-        A stock engine has no gate to open, so "publish" is answered here.
-        """
+    def submit(self, operation: str, arguments: Sequence[dict[str, Any]]) -> ObjectRef[Any]:
+        """Run our function on every worker of the engine. A stock engine has no gate, so "publish" is answered here."""
         if operation == "publish":
             answered: ObjectRef[Any] = ray.put([Outcome(int(each["rank"])).to_plain() for each in arguments])
             return answered
-        reference: ObjectRef[Any] = getattr(self.handle, self.rpc).remote(
-            checkpoint_method=perform_on_engine, method_args=(operation, list(arguments))
-        )
-        return reference
+        return self.on_workers("reshard_perform" if self.by_name else perform_on_engine, operation, list(arguments))
 
 
 def members_of(policy: Any, policy_generation: Any) -> tuple[list[PolicyMember], list[EngineMember]]:
@@ -58,7 +92,7 @@ def members_of(policy: Any, policy_generation: Any) -> tuple[list[PolicyMember],
 
     So a trainer's refit rank is its place in its worker group, and an engine's worker has
     `num_trainers + engine index * (TP * PP) + executor rank`. NeMo RL's own arithmetic is not used: it counts an
-    engine twice when expert parallel exceeds tensor parallel.
+    engine twice when expert parallel exceeds tensor parallel and there are several such groups.
     """
     trainers = [
         PolicyMember(f"policy worker {rank}", Side.TRAINER, 1, handle)
@@ -69,7 +103,7 @@ def members_of(policy: Any, policy_generation: Any) -> tuple[list[PolicyMember],
         EngineMember(
             f"engine {index}",
             Side.INFERENCE,
-            policy_generation.tp_size * policy_generation.pp_size,
+            int(policy_generation.tp_size * policy_generation.pp_size),
             group.workers[leader],
             is_async=bool(policy_generation.cfg["vllm_cfg"]["async_engine"]),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,12 +48,22 @@ def summary_line(report: RefitReport) -> str:
     phases = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in report.phases.items() if seconds >= 0.0005)
     return (
         f"refit {report.version} by {report.backend}: {report.seconds:.3f} s ({phases}), "
-        f"{report.bytes_received_sum / 1e6:.1f} MB received, {report.direct_share:.1%} direct, "
+        f"{report.bytes_received_sum / 1e6:.4g} MB received, {report.direct_share:.1%} direct, "
         f"{report.fraction_of_floor:.2f} of the floor"
     )
 
 
-def plan_summary(planned: Planned) -> str:
+def show_log() -> None:
+    """See to it that what this package logs for users is seen, where the process has not configured logging."""
+    if LOG.level == logging.NOTSET:
+        LOG.setLevel(logging.INFO)
+    if not LOG.hasHandlers():
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("[%(name)s] %(message)s"))
+        LOG.addHandler(handler)
+
+
+def plan_summary(planned: Planned, backend: str) -> str:
     """The plan in a few lines: tensors, direct share, leftovers with their reasons, the floor."""
     totals, plan = planned.summary["totals"], planned.plan
     share = totals["direct_bytes"] / totals["unique_bytes"] if totals["unique_bytes"] else 1.0
@@ -60,8 +71,9 @@ def plan_summary(planned: Planned) -> str:
     for leftover in plan.leftovers:
         reasons.setdefault(leftover.reason, []).append(leftover.tensor)
     lines = [
-        f"refit plan: {len(plan.specs)} tensors, {totals['unique_bytes'] / 1e6:.1f} MB, {share:.1%} direct, "
-        f"{len(plan.leftovers)} leftovers, {totals['num_skipped']} skipped, floor {planned.floor_s * 1e3:.3f} ms"
+        f"refit plan for {backend}: {len(plan.specs)} tensors, {totals['unique_bytes'] / 1e6:.4g} MB, "
+        f"{share:.1%} direct, {len(plan.leftovers)} leftovers, {totals['num_skipped']} skipped, "
+        f"floor {planned.floor_s * 1e3:.3f} ms"
     ]
     lines += [f"  leftover ({reason}): {len(names)}, such as {names[0]}" for reason, names in reasons.items()]
     return "\n".join(lines)
