@@ -50,8 +50,9 @@ def adapted(module: nn.Module, path: str) -> LowRank | str | None:
     kind = type(module).__name__
     owned = sorted(leaf for leaf in module._parameters if leaf.startswith("lora_"))
     if owned:
+        names = ", ".join(path + leaf for leaf in owned)
         return (
-            f"{kind} holds {', '.join(path + leaf for leaf in owned)}: LoRA of grouped experts and DoRA are not merged"
+            f"{kind} holds {names}: LoRA of grouped experts and DoRA are not merged; leave the module out of lora_cfg"
         )
     factors = [getattr(module, name, None) for name in ("lora_A", "lora_B")]
     own = "weight" in module._parameters and not hasattr(module, "base_layer")

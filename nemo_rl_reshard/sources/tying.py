@@ -26,11 +26,22 @@ def declared_ties(model: torch.nn.Module) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for path, module in model.named_modules():
         keys = getattr(module, "_tied_weights_keys", None)
+        prefix = plain_name(f"{path}.") if path else ""
+        if isinstance(keys, (list, tuple, set)):  # names of aliases alone: what they share is the embedding
+            owner = _embedding_of(module)
+            keys = {alias: owner for alias in keys if owner is not None and alias != owner}
         if isinstance(keys, Mapping):
-            prefix = plain_name(f"{path}.") if path else ""
             found = {prefix + alias: prefix + owner for alias, owner in keys.items()}
             pairs |= {alias: owner for alias, owner in found.items() if alias in names and owner in names}
     return pairs
+
+
+def _embedding_of(model: torch.nn.Module) -> str | None:
+    """Plain name of the input embedding's weight inside a transformers-like model."""
+    ask = getattr(model, "get_input_embeddings", None)
+    embedding = ask() if callable(ask) else None
+    path = next((path for path, module in model.named_modules() if module is embedding), None)
+    return None if path is None else plain_name(f"{path}.weight")
 
 
 def shared_names(named: Iterable[tuple[str, torch.Tensor]], ties: Mapping[str, str]) -> dict[str, str]:
