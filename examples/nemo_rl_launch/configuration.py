@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from nemo_rl_reshard.errors import ConfigError, FaultList
-from nemo_rl_reshard.integrations.nemo_rl.section import read_section
+from nemo_rl_reshard.integrations.nemo_rl.section import examine_section
 from nemo_rl_reshard.integrations.nemo_rl.settings import Settings
 
 if TYPE_CHECKING:
@@ -60,10 +60,8 @@ def _for_hydra(override: str) -> str:
 
 def _check(config: MasterConfig) -> None:
     faults = FaultList("configuration", ConfigError)
-    try:
-        read_section(config)
-    except ConfigError as fault:
-        faults.extend(str(fault).split("\n  - ")[1:])
+    _, violated = examine_section(config)
+    faults.extend(violated)
     faults.extend(_not_launched(Settings(config)))
     faults.raise_if_any()
 

@@ -1,8 +1,9 @@
-"""Configurations that NeMo RL ships, read by its own loader into its own MasterConfig: accepted, or refused for what."""
+"""Configurations that NeMo RL ships, read by its loader into its MasterConfig: accepted, or refused for just what."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ import pytest
 from nemo_rl.utils.config import load_config, parse_hydra_overrides, register_omegaconf_resolvers
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from nemo_rl_launch.configuration import read_recipe
 
 from nemo_rl_reshard.errors import ConfigError
 from nemo_rl_reshard.integrations.nemo_rl.section import NemoRlBackend, read_section
@@ -103,6 +108,18 @@ def test_recipes_for_what_is_not_served_are_refused_for_just_that(name: str, key
 def test_a_mistake_among_overrides_is_named_together_with_what_the_recipe_brings(checkout: Path) -> None:
     container = load(checkout, "grpo_math_1B.yaml", "++refit.bakend=reshard", "++refit.verify=off")
     assert refused_keys(master_config("grpo", container)) == {"refit.bakend", f"{GENERATION}.colocated.enabled"}
+
+
+def test_the_launcher_names_the_mistakes_of_a_command_line_and_of_the_recipe_in_one_error(checkout: Path) -> None:
+    """B74: through the launcher as through `attach`, before anything is started."""
+    recipe = checkout / "examples" / "configs" / "grpo_math_1B.yaml"
+    with pytest.raises(ConfigError) as refused:
+        read_recipe(recipe, ["refit.rout=all", f"{GENERATION}.vllm_cfg.pipeline_parallel_size=2"])
+    assert [fault.split(": ")[0] for fault in str(refused.value).split("\n  - ")[1:]] == [
+        "refit.rout",
+        f"{GENERATION}.colocated.enabled",
+        f"{GENERATION}.vllm_cfg.pipeline_parallel_size",
+    ]
 
 
 def test_dtensor_recipes_moved_apart_are_refused_for_another_engine_alone(checkout: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_rl_reshard.errors import ConfigError
+from nemo_rl_reshard.integrations.nemo_rl.attach import attach, attach_single_controller
 from nemo_rl_reshard.integrations.nemo_rl.compatibility import RULES, Rule, table
 from nemo_rl_reshard.integrations.nemo_rl.section import read_section
 
@@ -177,6 +179,38 @@ def test_all_that_is_out_of_range_is_listed_at_once_in_the_order_of_the_table() 
     keys = [fault.split(": ")[0] for fault in refusal(nested(SHIPPED | changed))]
     assert keys == [rule.key for rule in RULES if rule.key in changed]
     assert len(keys) == 4
+
+
+def through_attach(config: dict[str, Any]) -> None:
+    attach(object(), object(), (), config)
+
+
+def through_the_single_controller(config: dict[str, Any]) -> None:
+    attach_single_controller(object(), config)
+
+
+@pytest.mark.parametrize("entry", [read_section, through_attach, through_the_single_controller])
+def test_b74_every_entry_point_refuses_the_same_before_it_touches_anything(entry: Callable[[Any], object]) -> None:
+    """Pipeline stages, experts over several engines, quantised and colocated engines: one error with all of them."""
+    changed = {
+        f"{_GENERATION}.vllm_cfg.pipeline_parallel_size": 2,
+        f"{_GENERATION}.vllm_cfg.expert_parallel_size": 4,
+        f"{_GENERATION}.vllm_cfg.precision": "fp8",
+        f"{_GENERATION}.colocated.enabled": True,
+        "refit.deadlin_s": 3,
+    }
+    with pytest.raises(ConfigError) as refused:
+        entry(nested(SHIPPED | changed))
+    with pytest.raises(ConfigError) as expected:
+        read_section(nested(SHIPPED | changed))
+    assert str(refused.value) == str(expected.value)
+    assert str(refused.value).startswith("refit configuration: 5 faults\n")
+
+
+@pytest.mark.parametrize("entry", [through_attach, through_the_single_controller])
+def test_leaving_refits_to_nemo_rl_touches_nothing(entry: Callable[[Any], object]) -> None:
+    """Given objects without a single attribute, anything else would raise."""
+    entry(nested(SHIPPED | {"refit.backend": "nemo_rl"}))
 
 
 @pytest.mark.parametrize("changed", [changed for _, changed in REFUSED], ids=str)

@@ -60,21 +60,30 @@ class NemoRlSection(RefitConfig):
 def read_section(config: object) -> NemoRlSection:
     """Read and check the `refit:` section of `config`, a NeMo RL MasterConfig, an OmegaConf container or a mapping.
 
-    Every entry point calls this. A configuration without the section means its defaults.
+    Every entry point comes through here. A configuration without the section means its defaults.
 
     Raises ConfigError listing every violation: of the section itself, and unless refits are left to NeMo RL, every
     NeMo RL key that contradicts it or asks for something not supported (see `compatibility.RULES`).
     """
+    section, violated = examine_section(config)
+    faults = FaultList("refit configuration", ConfigError)
+    faults.extend(violated)
+    faults.raise_if_any()
+    return section
+
+
+def examine_section(config: object) -> tuple[NemoRlSection, tuple[str, ...]]:
+    """The section as far as it is sound, and a sentence for each violation that `read_section` would raise.
+
+    Raises ConfigError if `config` is no configuration at all.
+    """
     settings = Settings(config)
     if not settings.keys():
         raise ConfigError(f"a configuration of NeMo RL is needed to read its {SECTION} section, not {config!r:.80}")
-    section, faults = _section(settings)
-    problems = FaultList("refit configuration", ConfigError)
-    problems.extend(faults)
-    if section.backend is not NemoRlBackend.NEMO_RL:
-        problems.extend(violations(Settings(config, {SECTION: section})))
-    problems.raise_if_any()
-    return section
+    section, violated = _section(settings)
+    if section.backend is NemoRlBackend.NEMO_RL:
+        return section, violated
+    return section, (*violated, *violations(Settings(config, {SECTION: section})))
 
 
 def _section(settings: Settings) -> tuple[NemoRlSection, tuple[str, ...]]:
