@@ -97,7 +97,14 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("policy.draft.enabled", {"policy.draft.enabled": True}),
     ("policy.megatron_cfg.enabled", {"policy.megatron_cfg.enabled": True}),
     (f"{_TRAINER}.lora_cfg.enabled", {f"{_TRAINER}.lora_cfg.enabled": True, f"{_TRAINER}._v2": False}),
-    (f"{_TRAINER}.lora_cfg.enabled", {f"{_TRAINER}.lora_cfg.enabled": True, f"{_TRAINER}.expert_parallel_size": 2}),
+    (
+        f"{_TRAINER}.lora_cfg.target_modules",
+        {
+            f"{_TRAINER}.lora_cfg.enabled": True,
+            f"{_TRAINER}.lora_cfg.target_modules": ["*.q_proj", "*.mlp.experts"],
+            f"{_TRAINER}.expert_parallel_size": 2,
+        },
+    ),
     *(
         (f"{place}.trust_remote_code", {f"{place}.trust_remote_code": False})
         for place in (f"{_GENERATION}.vllm_kwargs", f"{_TRAINER}.automodel_kwargs", "policy.hf_config_overrides")
@@ -120,7 +127,12 @@ ACCEPTED: list[dict[str, Any]] = [
     {f"{_GENERATION}.vllm_kwargs.speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     {f"{_GENERATION}.vllm_kwargs.speculative_config": {"method": "mtp", "num_speculative_tokens": 0}},
     {f"{_GENERATION}.vllm_kwargs.speculative_config": None},
-    {f"{_TRAINER}.lora_cfg.enabled": True},
+    {f"{_TRAINER}.lora_cfg.enabled": True, f"{_TRAINER}.lora_cfg.match_all_linear": True},
+    {
+        f"{_TRAINER}.lora_cfg.enabled": True,
+        f"{_TRAINER}.lora_cfg.target_modules": ["*.q_proj"],
+        f"{_TRAINER}.expert_parallel_size": 2,
+    },
     {f"{_TRAINER}._v2": False},
     {f"{_TRAINER}.expert_parallel_size": 8, f"{_TRAINER}.dp_replicate_size": 2, f"{_TRAINER}.cpu_offload": True},
     {"async_rl.stall_watchdog.stall_action": "warn", "async_rl.stall_watchdog.stall_timeout_s": 1.0},

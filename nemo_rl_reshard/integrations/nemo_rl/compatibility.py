@@ -55,7 +55,10 @@ def _on_the_v1_worker(value: Any, settings: Settings) -> bool:
 
 
 def _on_grouped_experts(value: Any, settings: Settings) -> bool:
-    return bool(value) and settings.at("policy.dtensor_cfg.expert_parallel_size") not in (None, 1)
+    """Expert parallel means grouped experts, which are no linear layers: only a pattern of their name reaches them."""
+    if settings.at("policy.dtensor_cfg.expert_parallel_size") in (None, 1):
+        return False
+    return bool(settings.at("policy.dtensor_cfg.lora_cfg.enabled")) and "experts" in str(value)
 
 
 def _ends_the_run_before_the_deadline(value: Any, settings: Settings) -> bool:
@@ -225,10 +228,10 @@ RULES = (
         _on_the_v1_worker,
     ),
     Rule(
-        f"{_TRAINER}.lora_cfg.enabled",
-        "true with expert_parallel_size of more than 1",
-        "adapters on grouped experts cannot be merged from shards, nor does NeMo RL's own refit merge them",
-        f"set {_TRAINER}.expert_parallel_size to 1 with automodel_kwargs.force_hf: true, or train without LoRA",
+        f"{_TRAINER}.lora_cfg.target_modules",
+        "experts, with lora_cfg.enabled: true and expert_parallel_size of more than 1",
+        "adapters of grouped experts are not merged, nor does NeMo RL's own refit merge them",
+        "leave the experts out",
         _on_grouped_experts,
     ),
     *(
@@ -264,7 +267,7 @@ def table() -> str:
     """The rules as the table of docs/nemo-rl-compatibility.md."""
     rows = [
         "| Key of NeMo RL | Refused | Why | What to do |",
-        "|---|---|---|---|",
+        "| --- | --- | --- | --- |",
         *(f"| `{rule.key}` | {rule.refused} | {rule.why} | {rule.fix} |" for rule in RULES),
     ]
     return "\n".join(rows)
