@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class ReshardError(Exception):
@@ -53,16 +54,24 @@ class VerificationError(ReshardError):
     """Weights arrived, and differ from what the trainers hold."""
 
 
-class RefitError(ReshardError):
-    """One refit failed. Separates first causes from ranks that only waited for them.
+class RefitError(ReshardError, RuntimeError):
+    """One refit failed. Separates first causes from ranks that only waited for them. A RuntimeError, as in NeMo RL.
 
-    `causes` and `waiting` map a rank (or an actor's name) to what it reported.
+    `causes` and `waiting` map a rank (or an actor's name) to what it reported. `before_first_write` says that every
+    engine is proven to hold the whole weights it held before; whatever is not known counts as written.
     """
 
-    def __init__(self, message: str, causes: dict[str, str], waiting: dict[str, str]) -> None:
+    def __init__(
+        self, message: str, causes: dict[str, str], waiting: dict[str, str], before_first_write: bool = False
+    ) -> None:
         super().__init__(message)
         self.causes = causes
         self.waiting = waiting
+        self.before_first_write = before_first_write
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Survive the way out of an actor: an exception is made anew from the arguments of its class."""
+        return type(self), (str(self), self.causes, self.waiting, self.before_first_write), self.__dict__
 
 
 class FaultList:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from nemo_rl_reshard.config import Backend, RefitConfig
+from nemo_rl_reshard.config import Backend, RefitConfig, TransportKind
 from nemo_rl_reshard.errors import StateError
 from nemo_rl_reshard.orchestration.asking import Answers, ask, start
+from nemo_rl_reshard.orchestration.epoch import next_epoch
 from nemo_rl_reshard.orchestration.first_cause import refit_error
 from nemo_rl_reshard.orchestration.member import Member
+from nemo_rl_reshard.orchestration.outcome import Outcome
 from nemo_rl_reshard.orchestration.plan_book import PlanBook, Planned, source_catalog
+from nemo_rl_reshard.orchestration.transport_choice import choose_transport
 from nemo_rl_reshard.orchestration.world import Seating, WorldHost, check_reachable
 from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.runtime.order import RefitOrder, VerifyMode
 from nemo_rl_reshard.runtime.report import RefitReport
+from nemo_rl_reshard.transport.devices import DeviceReport
+
+_LOG = logging.getLogger(__name__)
 
 
 class RefitController:
@@ -27,13 +34,20 @@ class RefitController:
     builds a new generation, for which members that were lost must have been replaced.
     """
 
-    def __init__(self, trainers: Sequence[Member], engines: Sequence[Member], config: RefitConfig) -> None:
-        """Seat both sides. Starts nothing. Raises DeclarationError for an empty side or a name used twice."""
+    def __init__(
+        self, trainers: Sequence[Member], engines: Sequence[Member], config: RefitConfig, *, epoch: int = 0
+    ) -> None:
+        """Seat both sides. Starts nothing. Raises DeclarationError for an empty side or a name used twice.
+
+        `epoch` is that of another controller which drove the same members, in another process say, and after which
+        this one carries on.
+        """
         self._config = config
         self._seating = Seating.of(trainers, engines)
         self._book = PlanBook(config)
         self._world: WorldHost | None = None
         self._generation = 0
+        self._epoch = epoch
         self._adopted: str | None = None
         self._joined: dict[int, Member] = {}
         self._lost: set[str] = set()
@@ -47,6 +61,11 @@ class RefitController:
     def generation(self) -> int:
         """How many refit worlds have been built."""
         return self._generation
+
+    @property
+    def epoch(self) -> int:
+        """Of the last attempt to build a world; goes up with each, and ranks refuse calls of an earlier one."""
+        return self._epoch
 
     @property
     def lost(self) -> frozenset[str]:
@@ -115,17 +134,30 @@ class RefitController:
             raise StateError(f"lost and not replaced: {', '.join(sorted(self._lost))}")
         if self._world is not None:
             return
+        self._epoch = next_epoch(self._epoch)
         trainers = self._declare(Side.TRAINER, specs=None)
         source = source_catalog({outcome.rank: outcome.value for outcome in trainers.outcomes})
         specs = [[spec.name, list(spec.shape), spec.dtype] for spec in source.specs.values()]
         engines = self._declare(Side.INFERENCE, specs)
-        hosts = {outcome.rank: outcome.value["host"] for outcome in [*trainers.outcomes, *engines.outcomes]}
+        declared = [*trainers.outcomes, *engines.outcomes]
+        hosts = {outcome.rank: outcome.value["host"] for outcome in declared}
         check_reachable(self._config.host, hosts.values())
         self._book.declare(source, [outcome.value["manifest"] for outcome in engines.outcomes], hosts)
+        transport = self._choose_transport(declared, hosts)
         self._generation += 1
-        self._world = WorldHost(self._seating, self._config.host, self._generation, self._config.deadline_s)
+        self._world = WorldHost(
+            self._seating, self._config.host, self._generation, self._config.deadline_s, str(transport)
+        )
         world = self._world.to_plain()
         self._ask("connect", lambda _: {"world": world}, self._config.deadline_s)
+
+    def _choose_transport(self, declared: Sequence[Outcome], hosts: Mapping[int, str]) -> TransportKind:
+        reports = {outcome.rank: DeviceReport.from_plain(outcome.value["devices"]) for outcome in declared}
+        choice = choose_transport(self._config.transport, reports, hosts, self._seating.rank_names())
+        _LOG.info("refit transport: %s (%s)", choice.kind, choice.reason)
+        for warning in choice.warnings:
+            _LOG.warning("refit transport: %s; ranks may hang when they connect", warning)
+        return choice.kind
 
     def _declare(self, side: Side, specs: list[list[Any]] | None) -> Answers:
         self._joined |= self._seating.side(side)
@@ -153,6 +185,7 @@ class RefitController:
             self._seating.members if side is None else self._seating.side(side),
             operation,
             arguments,
+            epoch=self._epoch,
             deadline_s=deadline_s,
             grace_s=self._config.grace_s,
             call_off=None if self._world is None else self._world.call_off,
@@ -160,39 +193,50 @@ class RefitController:
         self._lost |= answers.dead | answers.silent
         if answers.failed:
             error = refit_error(operation, answers.outcomes, self._seating.rank_names())
-            self._tear_down(failure=str(error), unheard=answers.silent)
+            parting = self._tear_down(failure=str(error), unheard=answers.silent)
+            written = any(outcome.written for outcome in [*answers.outcomes, *parting])
+            error.before_first_write = operation != "publish" and not written
             raise error
         return answers
 
-    def _tear_down(self, failure: str | None, unheard: AbstractSet[str] = frozenset()) -> None:
+    def _tear_down(self, failure: str | None, unheard: AbstractSet[str] = frozenset()) -> list[Outcome]:
         """Have every member that can still answer leave the world; after a `failure`, engines stop serving.
 
         Members that were `unheard` in that failure are told and not waited for: should they wake up and do what they
-        had been asked, publishing above all, they take it back at once.
+        had been asked, publishing above all, they take it back at once. Returns the outcomes of the others.
         """
         asked = self._seating.members if failure is not None else self._joined
         self._joined = {}
         self._adopted = None
         try:
-            self._send_off(asked, failure, unheard)
+            return self._send_off(asked, failure, unheard)
         finally:
             # Even if the driver is interrupted here, or the cluster is gone: no port and no thread stays behind.
             if self._world is not None:
                 self._world.close()
                 self._world = None
 
-    def _send_off(self, asked: Mapping[int, Member], failure: str | None, unheard: AbstractSet[str]) -> None:
+    def _send_off(self, asked: Mapping[int, Member], failure: str | None, unheard: AbstractSet[str]) -> list[Outcome]:
         """Ask `asked` to leave; see `_tear_down`."""
         grace_s = self._config.grace_s
         for first, member in asked.items():
             if member.name in unheard:
-                start(first, member, "close", lambda _: {"failure": failure}, answer_within_s=grace_s)
+                start(
+                    first,
+                    member,
+                    "close",
+                    lambda _: {"failure": failure},
+                    epoch=self._epoch,
+                    answer_within_s=grace_s,
+                )
         answers = ask(
             {first: member for first, member in asked.items() if member.name not in self._lost},
             "close",
             lambda _: {"failure": failure},
+            epoch=self._epoch,
             deadline_s=grace_s,
             grace_s=grace_s,
         )
         # A member that is busy with its own work, or still starting, leaves later: that is no reason to replace it.
         self._lost |= answers.dead
+        return answers.outcomes

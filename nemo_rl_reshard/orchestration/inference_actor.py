@@ -105,9 +105,9 @@ class InferenceEngine(ServedRanks):
             # Workers answer with outcomes and never raise, so this is the executor itself. After a time-out late
             # answers would be taken for those of the next call: either way nobody may use the engine again.
             self.gate.break_down(f"{operation}: {type(error).__name__}: {error}")
-            return [outcome.to_plain() for outcome in self._outcomes_of(error, arguments)]
+            return [outcome.to_plain() for outcome in self._outcomes_of(error, operation, arguments)]
 
-    def _outcomes_of(self, failure: Exception, arguments: Sequence[dict[str, Any]]) -> list[Outcome]:
+    def _outcomes_of(self, failure: Exception, operation: str, arguments: Sequence[dict[str, Any]]) -> list[Outcome]:
         """Whose fault it is that the executor failed: that of the worker that died first, else of all."""
         deaths = self._watch.first_deaths(within_s=1.0)
         outcomes = []
@@ -119,7 +119,7 @@ class InferenceEngine(ServedRanks):
                 fault = Fault("RefitAbortedError", "stopped with its engine, which lost a worker")
             else:
                 fault = Fault(DIED, f"its engine failed: {type(failure).__name__}: {failure}")
-            outcomes.append(Outcome(int(argument["rank"]), None, fault))
+            outcomes.append(Outcome(int(argument["rank"]), None, fault, written=operation == "refit"))
         return outcomes
 
 

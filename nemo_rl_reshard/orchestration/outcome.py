@@ -52,17 +52,19 @@ class Fault:
 class Outcome:
     """`value` of an operation on `rank` of the refit world, or the `fault` that kept it from having one.
 
-    `seconds` is how long the rank took, by its own clock.
+    `seconds` is how long the rank took, by its own clock. `written` says of an inference rank that its engine may no
+    longer hold the weights it held before: this refit, or one that failed, has begun there. Who cannot know says so.
     """
 
     rank: int
     value: Any = None
     fault: Fault | None = None
     seconds: float = 0.0
+    written: bool = False
 
     def to_plain(self) -> dict[str, Any]:
         """JSON types only. Inverse of `from_plain`."""
-        plain: dict[str, Any] = {"rank": self.rank, "seconds": self.seconds}
+        plain: dict[str, Any] = {"rank": self.rank, "seconds": self.seconds, "written": self.written}
         if self.fault is None:
             return {**plain, "value": self.value}
         return {**plain, "fault": [self.fault.kind, self.fault.message]}
@@ -71,4 +73,4 @@ class Outcome:
     def from_plain(cls, plain: Mapping[str, Any]) -> Outcome:
         """Read what `to_plain` wrote."""
         fault = Fault(*plain["fault"]) if "fault" in plain else None
-        return cls(int(plain["rank"]), plain.get("value"), fault, float(plain["seconds"]))
+        return cls(int(plain["rank"]), plain.get("value"), fault, float(plain["seconds"]), bool(plain["written"]))

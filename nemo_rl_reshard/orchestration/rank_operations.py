@@ -1,6 +1,7 @@
 """What one rank does when the controller asks: plain values in, a plain outcome out, the session kept on its holder.
 
-The holder is whatever object lives as long as the rank: a trainer actor, or a worker of an engine.
+The holder is whatever object lives as long as the rank: a trainer actor, or a worker of an engine. Every argument
+carries `rank`, and `epoch`: see `EpochFence`.
 """
 
 from __future__ import annotations
@@ -9,18 +10,47 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from nemo_rl_reshard.errors import StateError
+from nemo_rl_reshard.orchestration.epoch import EpochFence
 from nemo_rl_reshard.orchestration.outcome import Fault, Outcome
 from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.runtime.endpoint import Source, Target
 from nemo_rl_reshard.runtime.session import RankSession
 
-SESSION_ATTRIBUTE = "_reshard_session"
+HELD_ATTRIBUTE = "_reshard_rank"
 OPERATIONS = ("declare", "connect", "adopt", "refit", "close")
 
 MakeEnd = Callable[[int], Source | Target]
+
+
+@dataclass
+class HeldRank:
+    """What a holder keeps of its rank from call to call.
+
+    `may_be_mixed` outlives the session in which a refit began to write and did not finish.
+    """
+
+    fence: EpochFence = field(default_factory=EpochFence)
+    session: RankSession | None = None
+    may_be_mixed: bool = False
+
+    @classmethod
+    def of(cls, holder: object) -> HeldRank:
+        """The one that `holder` keeps; a new one at first."""
+        held: HeldRank | None = getattr(holder, HELD_ATTRIBUTE, None)
+        if held is None:
+            held = cls()
+            setattr(holder, HELD_ATTRIBUTE, held)
+        return held
+
+    def close(self) -> None:
+        """Close the session, if there is one."""
+        if self.session is not None:
+            session, self.session = self.session, None
+            session.close()
 
 
 @runtime_checkable
@@ -42,47 +72,64 @@ def perform(
     rank = int(argument["rank"])
     start_s = time.monotonic()
     value, fault = None, None
+    held = HeldRank.of(holder)
     try:
-        value = _dispatch(holder, side, make_end, rank, operation, argument)
+        value = _dispatch(held, side, make_end, rank, operation, argument)
     except Exception as error:
         # Whatever it is: an engine would lose the other workers' answers if it escaped.
         fault = Fault.of(error)
-    return Outcome(rank, value, fault, time.monotonic() - start_s).to_plain()
+    has_finished = operation == "refit" and fault is None and side is Side.INFERENCE
+    written = held.may_be_mixed or has_finished
+    return Outcome(rank, value, fault, time.monotonic() - start_s, written).to_plain()
 
 
 def _dispatch(
-    holder: object, side: Side, make_end: MakeEnd, rank: int, operation: str, argument: Mapping[str, Any]
+    held: HeldRank, side: Side, make_end: MakeEnd, rank: int, operation: str, argument: Mapping[str, Any]
 ) -> Any:
+    epoch = int(argument["epoch"])
     if operation == "declare":
-        return _declare(holder, side, make_end, rank, argument)
+        held.fence.declare(f"rank {rank}", epoch)
+        return _declare(held, side, make_end, rank, argument)
     if operation == "close":
-        _close(holder)
+        if held.fence.leave(epoch):
+            held.close()
         return None
-    session = getattr(holder, SESSION_ATTRIBUTE, None)
+    held.fence.check(f"rank {rank}", operation, epoch)
+    session = held.session
     if session is None:
-        raise StateError(f"{operation}: rank {rank} has declared nothing yet")
+        raise StateError(f"{operation}: rank {rank} could not declare what it holds")
     if operation == "connect":
         world = dict(argument["world"])
         return session.connect({**world, "rank": rank, "host": address_towards(world["address"])})
     if operation == "adopt":
         return session.adopt(argument["program"])
     if operation == "refit":
-        return session.refit(argument["order"])
+        return _refit(held, session, argument["order"])
     raise StateError(f"unknown operation {operation!r}; known are {', '.join(OPERATIONS)}")
 
 
-def _declare(holder: object, side: Side, make_end: MakeEnd, rank: int, argument: Mapping[str, Any]) -> dict[str, Any]:
+def _refit(held: HeldRank, session: RankSession, order: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        report = session.refit(order)
+    except BaseException:
+        held.may_be_mixed |= session.may_be_mixed
+        raise
+    held.may_be_mixed = False
+    return report
+
+
+def _declare(held: HeldRank, side: Side, make_end: MakeEnd, rank: int, argument: Mapping[str, Any]) -> dict[str, Any]:
     """The rank's manifest, where it runs, and digests of what it holds without a DTensor that proves it a replica."""
-    _close(holder)
+    held.close()
     end = make_end(rank)
     ends: dict[str, Any] = {"source" if side is Side.TRAINER else "target": end}
-    session = RankSession(rank, **ends)
-    setattr(holder, SESSION_ATTRIBUTE, session)
+    held.session = session = RankSession(rank, **ends)
     manifest = session.declare(argument["specs"])
     digests = end.replica_digests(num_trainers=argument["num_trainers"]) if isinstance(end, _Replicated) else ()
     return {
         "manifest": manifest,
         "replicas": [digest.to_plain() for digest in digests],
+        "devices": session.devices.to_plain(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
     }
@@ -95,10 +142,3 @@ def address_towards(address: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
-
-
-def _close(holder: object) -> None:
-    session = getattr(holder, SESSION_ATTRIBUTE, None)
-    if session is not None:
-        setattr(holder, SESSION_ATTRIBUTE, None)
-        session.close()

@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_rl_reshard.errors import TargetError
-from nemo_rl_reshard.orchestration.outcome import Outcome
+from nemo_rl_reshard.errors import ReshardError, TargetError
+from nemo_rl_reshard.orchestration.epoch import EpochFence
+from nemo_rl_reshard.orchestration.outcome import Fault, Outcome
 from nemo_rl_reshard.orchestration.serving_gate import ServingGate
 
 PlainOutcome = dict[str, Any]
@@ -23,6 +24,8 @@ class ServedRanks(ABC):
 
     def __init__(self, name: str) -> None:
         self.gate = ServingGate(name)
+        self._name = name
+        self._fence = EpochFence()
 
     @abstractmethod
     def on_ranks(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[PlainOutcome]:
@@ -46,23 +49,36 @@ class ServedRanks(ABC):
 
     def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[PlainOutcome]:
         """Perform one operation of the controller."""
+        try:
+            self._admit(operation, arguments[0])
+        except ReshardError as error:
+            # Answered, not raised: no rank was asked, so none has written.
+            return [Outcome(int(argument["rank"]), None, Fault.of(error)).to_plain() for argument in arguments]
         if operation == "publish":
             self.publish(int(arguments[0]["version"]))
             return [Outcome(int(argument["rank"])).to_plain() for argument in arguments]
-        if operation == "refit":
-            return self._refit(arguments)
-        if operation == "close" and arguments[0]["failure"] is not None:
-            self.gate.retract("a refit failed and none has succeeded since")
-        return self.on_ranks(operation, arguments)
+        outcomes = self.on_ranks(operation, arguments)
+        if operation == "refit" and not any("fault" in outcome for outcome in outcomes):
+            self._settle(int(arguments[0]["order"]["version"]))
+        return outcomes
 
-    def _refit(self, arguments: Sequence[dict[str, Any]]) -> list[PlainOutcome]:
-        self.gate.begin_refit(self.num_unfinished())
-        outcomes = self.on_ranks("refit", arguments)
-        if any("fault" in outcome for outcome in outcomes):
-            return outcomes
+    def _admit(self, operation: str, argument: dict[str, Any]) -> None:
+        """Raise unless this is about the present world, and an engine that is to be refitted stands still."""
+        epoch = int(argument["epoch"])
+        if operation == "declare":
+            self._fence.declare(self._name, epoch)
+        elif operation == "close":
+            if self._fence.leave(epoch) and argument["failure"] is not None:
+                self.gate.retract("a refit failed and none has succeeded since")
+        else:
+            self._fence.check(self._name, operation, epoch)
+        if operation == "refit":
+            self.gate.begin_refit(self.num_unfinished())
+
+    def _settle(self, version: int) -> None:
+        """After every rank has finished: nothing ran meanwhile, and nothing of the old weights is left."""
         self.gate.check_idle(self.num_unfinished())
         # Blocks computed by the old weights would be reused for any prompt that shares a prefix with an old one.
         if not self.reset_caches():
             raise TargetError("the engine did not reset its prefix cache: old keys and values would be reused")
-        self.gate.finish_refit(int(arguments[0]["order"]["version"]))
-        return outcomes
+        self.gate.finish_refit(version)

@@ -85,6 +85,7 @@ class RankSession:
         self._state = SessionState.NEW
         self._first_cause: BaseException | None = None
         self._version: int | None = None
+        self._may_be_mixed = False
         self._held: dict[str, list[Region]] = {}
         self._devices: dict[Side, set[torch.device]] = {}
         self._assignment: Assignment | None = None
@@ -107,6 +108,11 @@ class RankSession:
     def first_cause(self) -> BaseException | None:
         """What made the session FAILED; None in any other state."""
         return self._first_cause
+
+    @property
+    def may_be_mixed(self) -> bool:
+        """Whether a refit has opened the target and not finished: it may hold some of the old and some of the new."""
+        return self._may_be_mixed
 
     @property
     def devices(self) -> DeviceReport:
@@ -211,6 +217,7 @@ class RankSession:
             raise
         report.seconds = time.perf_counter() - start_s
         self._version = asked.version
+        self._may_be_mixed = False
         self._state = SessionState.READY
         return report.to_plain()
 
@@ -266,6 +273,8 @@ class RankSession:
             yield
             return
         try:
+            # First: a target that fails to open may have written already.
+            self._may_be_mixed = True
             with report.timing(Phase.INSTALL):
                 self._target.begin(version)
             yield

@@ -1,19 +1,21 @@
-"""Faults that strike at one exact place of a refit: when a rank is asked for one tensor's memory."""
+"""Faults that strike at one exact place: when an actor is asked something, or a rank for one tensor's memory."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Do `kind` when `tensor` is viewed: "raise", "stall" (for `seconds`), or "kill" (process `pid`, own if None).
+    """Do `kind` when `tensor` is viewed in a refit: "raise", "stall" (for `seconds`), or "kill".
 
-    "kill and raise" does both, so that nobody can be called off between two faults.
+    Killed is process `pid`, the own one if None. "kill and raise" does both, so that nobody can be called off between
+    two faults.
     """
 
     kind: str
@@ -30,8 +32,11 @@ class Planned:
             threading.Event().wait(self.seconds)
 
 
-def with_fault(end: Any, fault: Planned | None) -> Any:
-    """A source or target whose `view` (and a target's `load`) strikes `fault` once; "manifest" strikes there."""
+def with_fault(end: Any, fault: Planned | None, is_refitting: Callable[[], bool]) -> Any:
+    """A source or target whose `view` (and a target's `load`) strikes `fault` once in a refit.
+
+    A fault of the tensor "manifest" strikes when that is asked for.
+    """
     if fault is None:
         return end
     waiting = [fault]
@@ -42,7 +47,8 @@ def with_fault(end: Any, fault: Planned | None) -> Any:
             waiting.pop().strike()
 
     def faulty_view(tensor: str, region: Any) -> Any:
-        strike(tensor)
+        if is_refitting():
+            strike(tensor)
         return view(tensor, region)
 
     def faulty_load(named: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from nemo_rl_reshard.config import RefitConfig
 from nemo_rl_reshard.layout import Mesh, Region, Shard, TensorLayout
 from nemo_rl_reshard.orchestration.controller import RefitController
 from nemo_rl_reshard.orchestration.member import Member
-from nemo_rl_reshard.orchestration.rank_operations import perform
+from nemo_rl_reshard.orchestration.rank_operations import HeldRank, perform
 from nemo_rl_reshard.orchestration.served_ranks import ServedRanks
 from nemo_rl_reshard.orchestration.trainer_actor import ReshardTrainer
 from nemo_rl_reshard.params.manifest import Side
@@ -67,6 +68,7 @@ class LightTrainer(ReshardTrainer):
         shards = {spec.name: [(box, torch.zeros(box.extent)) for box in rows_of(spec, rank)] for spec in SPECS}
         self._shards = {name: held for name, held in shards.items() if held}
         self._fault: Planned | None = None
+        self._operation = ""
 
     def fill(self, version: int) -> int:
         """Hold the weights of `version`; the process id."""
@@ -81,7 +83,15 @@ class LightTrainer(ReshardTrainer):
 
     def reshard_source(self, rank: int) -> Source:
         fault, self._fault = self._fault, None
-        return with_fault(ExplicitSource(SPECS, self._shards), fault)
+        return with_fault(ExplicitSource(SPECS, self._shards), fault, lambda: self._operation == "refit")
+
+    def lose_plan(self) -> None:
+        """Lose the plan that this rank was given, so that it cannot start the next refit."""
+        HeldRank.of(self).session.declare()
+
+    def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        self._operation = operation
+        return super().reshard(operation, arguments)
 
 
 class LightEngine(ServedRanks):
@@ -96,6 +106,8 @@ class LightEngine(ServedRanks):
         self._fault: Planned | None = None
         self._unfinished = [0]
         self._publishes_after_s = 0.0
+        self._operation = ""
+        self._dies_in = ""
 
     def arm(self, fault: Planned | None) -> None:
         """Strike `fault` in the next world."""
@@ -113,7 +125,14 @@ class LightEngine(ServedRanks):
         """Take this long over the next publication."""
         self._publishes_after_s = seconds
 
+    def die_in(self, operation: str) -> None:
+        """End this process when asked for `operation`."""
+        self._dies_in = operation
+
     def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        self._operation = operation
+        if operation == self._dies_in:
+            os.kill(os.getpid(), signal.SIGKILL)
         if operation == "publish":
             seconds, self._publishes_after_s = self._publishes_after_s, 0.0
             threading.Event().wait(seconds)
@@ -135,6 +154,10 @@ class LightEngine(ServedRanks):
     def generate(self) -> dict[str, torch.Tensor]:
         """Everything it holds; refused while it must not serve."""
         self.gate.check_may_generate()
+        return self.held()
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """The same, whether it may serve or not."""
         return {name: held[0][1] for name, held in self._shards.items()}
 
     def on_ranks(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -149,7 +172,7 @@ class LightEngine(ServedRanks):
 
     def _end(self, rank: int) -> ExplicitTarget:
         fault, self._fault = self._fault, None
-        return with_fault(ExplicitTarget(self._specs, self._shards), fault)
+        return with_fault(ExplicitTarget(self._specs, self._shards), fault, lambda: self._operation == "refit")
 
 
 class LightWorld:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class TinyTrainer(ReshardTrainer):
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.05)
 
         self._fault: Planned | None = None
+        self._operation = ""
 
     def arm(self, fault: Planned | None) -> None:
         """Strike `fault` in the next world."""
@@ -44,7 +46,11 @@ class TinyTrainer(ReshardTrainer):
 
     def reshard_source(self, rank: int) -> Source:
         fault, self._fault = self._fault, None
-        return with_fault(DTensorSource.from_model(self._model, rank), fault)
+        return with_fault(DTensorSource.from_model(self._model, rank), fault, lambda: self._operation == "refit")
+
+    def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        self._operation = operation
+        return super().reshard(operation, arguments)
 
     def train(self, step: int) -> float:
         """One step on tokens that depend on `step` alone; the loss before it."""

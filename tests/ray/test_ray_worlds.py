@@ -11,6 +11,7 @@ from equipment.ray_light import SPECS, LightWorld
 from nemo_rl_reshard.config import RefitConfig
 from nemo_rl_reshard.errors import DeclarationError, RefitError
 from nemo_rl_reshard.orchestration.controller import RefitController
+from nemo_rl_reshard.orchestration.epoch import next_epoch
 from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.orchestration.outcome import Outcome
 from nemo_rl_reshard.orchestration.world import Seating, WorldHost
@@ -18,8 +19,14 @@ from nemo_rl_reshard.orchestration.world import Seating, WorldHost
 pytestmark = pytest.mark.ray
 
 
-def submit(member: Member, rank: int, operation: str, **argument: Any) -> ray.ObjectRef[Any]:
-    return member.submit(operation, [{"rank": rank, "answer_within_s": 20.0, **argument}])
+class Asking:
+    """Asks members one by one, in an epoch of its own, as a controller asks them together."""
+
+    def __init__(self) -> None:
+        self.epoch = next_epoch(0)
+
+    def __call__(self, member: Member, rank: int, operation: str, **argument: Any) -> ray.ObjectRef[Any]:
+        return member.submit(operation, [{"rank": rank, "epoch": self.epoch, "answer_within_s": 20.0, **argument}])
 
 
 def outcomes(references: list[Any]) -> list[Outcome]:
@@ -27,7 +34,7 @@ def outcomes(references: list[Any]) -> list[Outcome]:
 
 
 def test_b15_worlds_joined_in_opposite_orders_fail_in_time_and_leave_nothing_behind(light: LightWorld):
-    engines = light.engines
+    engines, submit = light.engines, Asking()
     seating = Seating(dict(enumerate(engines)), num_trainers=0, size=2)
     worlds = [WorldHost(seating, "127.0.0.1", generation, deadline_s=3.0) for generation in (1, 2, 3)]
     try:
@@ -58,6 +65,7 @@ def test_b15_worlds_joined_in_opposite_orders_fail_in_time_and_leave_nothing_beh
 
 def test_b16_a_rank_that_sits_in_a_world_of_its_own_is_found_before_any_byte_moves(light: LightWorld):
     """Engine 1 is told of a smaller world at the same meeting place."""
+    submit = Asking()
     seating = Seating(dict(enumerate(light.engines)), num_trainers=0, size=2)
     world = WorldHost(seating, "127.0.0.1", 1, deadline_s=3.0)
     try:

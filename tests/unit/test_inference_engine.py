@@ -40,7 +40,7 @@ class Engine:
     def collective_rpc(self, method: str, timeout: float, args: tuple[str, list[dict[str, Any]]]) -> list[Any]:
         del method, timeout
         self.calls.append(args[0])
-        return [{"rank": argument["rank"], "seconds": 0.0, "value": None} for argument in args[1]]
+        return [{"rank": argument["rank"], "seconds": 0.0, "written": False, "value": None} for argument in args[1]]
 
 
 @pytest.fixture
@@ -50,11 +50,12 @@ def actor() -> InferenceEngine:
     ServedRanks.__init__(made, "engine 0")
     made._llm = Engine()
     made._processes = [{"rank": rank, "pid": 100 + rank} for rank in range(2)]
+    made.reshard("declare", ranks(2))
     return made
 
 
 def ranks(number: int, **more: Any) -> list[dict[str, Any]]:
-    return [{"rank": 4 + rank, "answer_within_s": 5.0, **more} for rank in range(number)]
+    return [{"rank": 4 + rank, "epoch": 1, "answer_within_s": 5.0, **more} for rank in range(number)]
 
 
 def refit(actor: InferenceEngine, version: int) -> None:
@@ -87,7 +88,7 @@ def test_a_member_of_the_wrong_size_is_refused_before_any_worker_is_asked(actor,
     """A worker without an argument would raise, and its engine would have to be replaced."""
     with pytest.raises(HandshakeError, match=f"the engine has 2 workers and is seated as {number} ranks"):
         actor.reshard("declare", ranks(number))
-    assert actor._llm.calls == []
+    assert actor._llm.calls == ["declare"]
     refit(actor, 1)
     actor.reshard("publish", ranks(2, version=1))
     assert actor.version() == 1

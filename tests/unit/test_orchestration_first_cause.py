@@ -1,10 +1,19 @@
 """B61 B62: one error for a failed stage that tells first causes from ranks that only waited."""
 
+import copy
 import json
+import pickle
 
 import pytest
 
-from nemo_rl_reshard.errors import RefitAbortedError, TargetError, TransportError, TransportTimeoutError
+from nemo_rl_reshard.errors import (
+    RefitAbortedError,
+    RefitError,
+    ReshardError,
+    TargetError,
+    TransportError,
+    TransportTimeoutError,
+)
 from nemo_rl_reshard.orchestration.first_cause import refit_error
 from nemo_rl_reshard.orchestration.outcome import DIED, SILENT, Fault, Outcome
 
@@ -64,5 +73,18 @@ def test_b71_an_outcome_is_plain_json_and_needs_no_exception_class_to_be_read():
     text = json.dumps(written.to_plain())
     assert Outcome.from_plain(json.loads(text)) == written
     assert "OnlyHereError: packed layout [" in str(written.fault)
-    value = Outcome(1, {"digest": "ab", "parts": [1, 2]}, seconds=0.5)
+    value = Outcome(1, {"digest": "ab", "parts": [1, 2]}, seconds=0.5, written=True)
     assert Outcome.from_plain(json.loads(json.dumps(value.to_plain()))) == value
+
+
+def test_b62_the_error_is_what_nemo_rl_catches_and_survives_the_way_out_of_an_actor():
+    error = refit_error("refit", [Outcome(0, None, RAISED), Outcome(1, None, CALLED_OFF)], NAMES)
+    assert isinstance(error, RuntimeError)
+    assert isinstance(error, ReshardError)
+    assert not error.before_first_write, "what nobody has proven counts as written"
+    error.before_first_write = True
+    error.add_note("step 3")
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is RefitError
+        assert (str(again), again.causes, again.waiting) == (str(error), error.causes, error.waiting)
+        assert (again.before_first_write, again.__notes__) == (True, ["step 3"])

@@ -12,7 +12,7 @@ from equipment.ray_light import SPECS, rows_of, whole
 from nemo_rl_reshard.layout import Region
 from nemo_rl_reshard.orchestration import worker_extension
 from nemo_rl_reshard.orchestration.outcome import Outcome
-from nemo_rl_reshard.orchestration.rank_operations import OPERATIONS, SESSION_ATTRIBUTE, perform
+from nemo_rl_reshard.orchestration.rank_operations import OPERATIONS, HeldRank, perform
 from nemo_rl_reshard.orchestration.served_ranks import ServedRanks
 from nemo_rl_reshard.orchestration.trainer_actor import ReshardTrainer
 from nemo_rl_reshard.params.manifest import Side
@@ -32,7 +32,7 @@ class Trainer(ReshardTrainer):
 
 def ask(trainer: Trainer, operation: str, **argument: Any) -> Outcome:
     """As it travels: through JSON in both directions."""
-    sent = json.loads(json.dumps([{"rank": 0, "answer_within_s": 5.0, **argument}]))
+    sent = json.loads(json.dumps([{"rank": 0, "epoch": 1, "answer_within_s": 5.0, **argument}]))
     (answer,) = json.loads(json.dumps(trainer.reshard(operation, sent)))
     return Outcome.from_plain(answer)
 
@@ -63,13 +63,13 @@ def test_an_unknown_operation_names_the_known_ones():
 def test_the_session_lives_on_its_holder_and_closing_takes_it_away():
     one, other = Trainer(), Trainer()
     ask(one, "declare", specs=None, num_trainers=1)
-    first = getattr(one, SESSION_ATTRIBUTE)
-    assert getattr(other, SESSION_ATTRIBUTE, None) is None
+    first = HeldRank.of(one).session
+    assert HeldRank.of(other).session is None
     ask(one, "declare", specs=None, num_trainers=1)
-    assert getattr(one, SESSION_ATTRIBUTE) is not first
+    assert HeldRank.of(one).session is not first
     assert first.state == "closed"
     assert ask(one, "close", failure=None).fault is None
-    assert getattr(one, SESSION_ATTRIBUTE) is None
+    assert HeldRank.of(one).session is None
 
 
 def test_a_worker_takes_the_argument_of_its_own_rank():
@@ -78,7 +78,7 @@ def test_a_worker_takes_the_argument_of_its_own_rank():
 
     spec = SPECS[0]
     target = ExplicitTarget([spec], {spec.name: [(Region.whole(spec.shape), whole(spec, 0))]})
-    arguments = [{"rank": rank, "specs": [], "num_trainers": 2} for rank in (2, 3)]
+    arguments = [{"rank": rank, "epoch": 1, "specs": [], "num_trainers": 2} for rank in (2, 3)]
     answer = perform(Worker(), Side.INFERENCE, lambda _: target, "declare", arguments[Worker.rank])
     outcome = Outcome.from_plain(answer)
     assert outcome.rank == 3
