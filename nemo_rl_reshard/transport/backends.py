@@ -6,7 +6,8 @@ never used: trainers and engines have default groups of other sizes in the same 
 
 from __future__ import annotations
 
-import time
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
@@ -16,22 +17,37 @@ import torch.distributed as dist
 
 from nemo_rl_reshard.errors import TransportError
 from nemo_rl_reshard.transport.deadline import Deadline
+from nemo_rl_reshard.transport.nccl_backend import NcclBackend
 
 MAX_TAG = (1 << 31) - 1
 """Reserved: no message carries it, so a receive that expects it can never complete."""
 
 
 class Backend(Protocol):
-    """One kind of process group. Its groups and works are torch's own objects."""
+    """One kind of process group. Its groups and works are torch's own objects. `in_rounds`: see `Transport`."""
+
+    in_rounds: bool
 
     def build(self, store: Any, index: int, num_members: int, timeout_s: float) -> Any:
-        """Meet the other members on `store`; blocks until all are connected, at most `timeout_s`."""
+        """Meet the other members on `store`; blocks until all are connected, at most `timeout_s` if that can be."""
 
-    def wait(self, work: Any, deadline: Deadline) -> None:
-        """Block until `work` is complete. Raises TimeoutError if the deadline passes, RuntimeError if it failed."""
+    def start_together(self, group: Any, starts: Sequence[Callable[[], Any]]) -> Any:
+        """Call all `starts`, each of which starts a send or a receive of `group`; the work that stands for them all.
+
+        Used only where messages go in rounds.
+        """
+
+    def wait(self, work: Any, deadline: Deadline, called_off: threading.Event) -> None:
+        """Block until `work` is complete. Raises TimeoutError if the deadline passes, RuntimeError if it failed.
+
+        `called_off` is set before `break_off` is called, for waits that `break_off` alone does not wake.
+        """
 
     def break_off(self, group: Any) -> None:
         """Make every wait on `group` raise, in all threads, and stop all writing into buffers. Ruins the group."""
+
+    def leave(self, group: Any) -> None:
+        """Give back what a healthy `group` holds. Waits for no other member."""
 
 
 class GlooBackend:
@@ -41,6 +57,8 @@ class GlooBackend:
     an address of a network that only the job can reach. A message longer than the buffer posted for it ends the
     receiving process inside gloo, which is why ranks agree on a plan's digest before they move a byte.
     """
+
+    in_rounds = False
 
     def __init__(self, host: str) -> None:
         try:
@@ -55,7 +73,11 @@ class GlooBackend:
         options._timeout = timedelta(seconds=timeout_s)
         return dist.ProcessGroupGloo(store, index, num_members, options)
 
-    def wait(self, work: Any, deadline: Deadline) -> None:
+    def start_together(self, group: Any, starts: Sequence[Callable[[], Any]]) -> Any:
+        """Nothing needs it: every message advances on its own."""
+        raise NotImplementedError
+
+    def wait(self, work: Any, deadline: Deadline, called_off: threading.Event) -> None:  # noqa: ARG002
         """See `Backend.wait`. A wait that expires closes every connection of the group, so it is never sliced."""
         try:
             work.wait(deadline.remaining())
@@ -77,41 +99,14 @@ class GlooBackend:
                 with suppress(RuntimeError):
                     group.recv([never], peer, MAX_TAG).wait(timedelta(milliseconds=1))
 
-
-class NcclBackend:
-    """CUDA tensors over NCCL; the device current at construction is the one used."""
-
-    def __init__(self) -> None:
-        missing = [
-            *([] if torch.cuda.is_available() else ["a CUDA device"]),
-            *([] if hasattr(dist, "ProcessGroupNCCL") else ["a torch that is built with NCCL"]),
-        ]
-        if missing:
-            raise TransportError(f"the nccl transport needs {' and '.join(missing)}; use gloo on CPU")
-
-    def build(self, store: Any, index: int, num_members: int, timeout_s: float) -> Any:
-        """See `Backend.build`. NCCL connects a pair at its first use."""
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        return dist.ProcessGroupNCCL(store, index, num_members, options)
-
-    def wait(self, work: Any, deadline: Deadline) -> None:
-        """See `Backend.wait`. NCCL's own wait only orders streams, so the host asks until the work is complete."""
-        while not work.is_completed():
-            if deadline.remaining_s() == 0:
-                raise TimeoutError("the work is not complete")
-            time.sleep(0.0001)
-        work.wait()
-
-    def break_off(self, group: Any) -> None:
-        """See `Backend.break_off`."""
-        group.abort()
+    def leave(self, group: Any) -> None:
+        """Dropping the group closes its connections."""
 
 
-def make_backend(name: str, host: str) -> Backend:
+def make_backend(name: str, host: str, device: torch.device) -> Backend:
     """The backend called `name`: "gloo" or "nccl". Raises TransportError if there is none, or it cannot work here."""
     if name == "gloo":
         return GlooBackend(host)
     if name == "nccl":
-        return NcclBackend()
+        return NcclBackend(device)
     raise TransportError(f"unknown transport backend {name!r}; known are gloo and nccl")

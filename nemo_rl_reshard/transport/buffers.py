@@ -7,9 +7,11 @@ from torch import Tensor
 
 from nemo_rl_reshard.errors import TransportError
 
+CPU = torch.device("cpu")
 
-def check_buffer(buffer: Tensor, what: str) -> None:
-    """Raise TransportError unless `buffer` is a contiguous 1-D uint8 tensor.
+
+def check_buffer(buffer: Tensor, what: str, device: torch.device = CPU) -> None:
+    """Raise TransportError unless `buffer` is a contiguous 1-D uint8 tensor on `device`.
 
     A transport takes pointer and length: strides would be ignored on both ends, silently.
     """
@@ -18,6 +20,8 @@ def check_buffer(buffer: Tensor, what: str) -> None:
             f"{what} needs a contiguous 1-D uint8 buffer, not {str(buffer.dtype).removeprefix('torch.')} of shape "
             f"{tuple(buffer.shape)} and strides {buffer.stride()}"
         )
+    if buffer.device != device:
+        raise TransportError(f"{what} needs a buffer on {device}, not on {buffer.device}")
 
 
 def check_peer(peer: int, rank: int, size: int, what: str) -> None:
@@ -34,10 +38,10 @@ def check_members(ranks: tuple[int, ...], rank: int, size: int, what: str) -> No
         raise TransportError(f"{what}: rank {rank} is not among the members {ranks}")
 
 
-def check_gather(output: Tensor, own: Tensor, ranks: tuple[int, ...]) -> None:
+def check_gather(output: Tensor, own: Tensor, ranks: tuple[int, ...], device: torch.device = CPU) -> None:
     """Raise TransportError unless `output` holds exactly one `own` per member."""
-    check_buffer(output, "all_gather output")
-    check_buffer(own, "all_gather own")
+    check_buffer(output, "all_gather output", device)
+    check_buffer(own, "all_gather own", device)
     if output.numel() != own.numel() * len(ranks):
         raise TransportError(
             f"all_gather output has {output.numel()} bytes; {len(ranks)} members of {own.numel()} bytes need "

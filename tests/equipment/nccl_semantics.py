@@ -80,16 +80,24 @@ class NcclHub:
     """The GPUs and wires of `size` ranks. `transport(rank)` is a rank's end; call `rest(rank)` when its thread ends."""
 
     def __init__(
-        self, size: int, *, one_stream: bool = False, pairs_apart: bool = False, connected: bool = False
+        self,
+        size: int,
+        *,
+        one_stream: bool = False,
+        pairs_apart: bool = False,
+        connected: bool = False,
+        notices_deadlock: bool = True,
     ) -> None:
         """`pairs_apart` gives each pair of ranks a communicator of its own, as torch does for single sends.
 
-        `connected` leaves out what happens at first use.
+        `connected` leaves out what happens at first use. A hub whose ranks also wait elsewhere `notices_deadlock` not.
         """
         self.size = size
         self.one_stream = one_stream
         self.pairs_apart = pairs_apart
         self.connected = connected
+        self.notices_deadlock = notices_deadlock
+        self.broken: set[int] = set()
         self.changed = threading.Condition()
         self.abort_reason: str | None = None
         self.deadlock: str | None = None
@@ -113,6 +121,17 @@ class NcclHub:
         """All ranks run again."""
         with self.changed:
             self._resting.clear()
+
+    def break_off(self, rank: int) -> None:
+        """Abort on `rank` alone: what runs there ends without its bytes, and what the host waits for raises."""
+        with self.changed:
+            self.broken.add(rank)
+            for (owner, _), stream in self._streams.items():
+                if owner == rank:
+                    for kernel in stream:
+                        kernel.done = True
+                    stream.clear()
+            self.changed.notify_all()
 
     def message(self, src: int, dst: int, buffer: Tensor, *, sends: bool) -> _Operation:
         """One end of the next message of a pair."""
@@ -146,6 +165,8 @@ class NcclHub:
         while not is_over():
             if self.deadlock is not None:
                 raise DeadlockError(self.deadlock)
+            if rank in self.broken:
+                raise RuntimeError("NCCL error: the communicator was aborted")
             if self.abort_reason is not None:
                 raise RefitAbortedError(self.abort_reason)
             if deadline.remaining_s() == 0:
@@ -158,6 +179,8 @@ class NcclHub:
 
     def notice_deadlock(self) -> None:
         """All ranks wait or rest, and what they wait for is not there: nobody is left who could bring it."""
+        if not self.notices_deadlock:
+            return
         stuck = {rank for rank, (_, is_over) in self._waiting.items() if not is_over()}
         if stuck and len(stuck | self._resting) == self.size and self.abort_reason is None:
             heads = [stream[0].name for stream in self._streams.values() if stream]

@@ -106,7 +106,7 @@ def mixed_ranks(
 
 
 class ThreadWorld:
-    """A refit world whose ranks are threads of this process, over loopback or over real gloo and a real rendezvous.
+    """A refit world whose ranks are threads of this process, over loopback, or over gloo or nccl and a real rendezvous.
 
     `live[rank]` is each rank. `wrap` maps a rank to what its transport is wrapped in when it next joins.
     """
@@ -118,7 +118,7 @@ class ThreadWorld:
         self.wrap: dict[int, Callable[[Transport], Transport]] = {}
         self._meeting = LoopbackMeeting()
         self._token = secrets.token_bytes(32)
-        self._server = RendezvousServer(HOST, self._token) if over == "gloo" else None
+        self._server = RendezvousServer(HOST, self._token) if over != "loopback" else None
         self.live = {rank.rank: LiveRank(rank, self._join) for rank in ranks}
         self.rebuild()
 
@@ -143,6 +143,7 @@ class ThreadWorld:
         if self._server is not None:
             host, port = self._server.address
             told = {"address": f"{host}:{port}", "token_hex": self._token.hex(), "host": HOST, "deadline_s": 10.0}
+            told["transport"] = self.over
             worlds = {rank: {**world, **told} for rank, world in worlds.items()}
         return worlds
 
