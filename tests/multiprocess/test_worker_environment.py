@@ -6,6 +6,7 @@ import importlib.util
 import json
 import pickle
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +17,26 @@ from ray import cloudpickle
 from nemo_rl_reshard.integrations.nemo_rl.engine_rank import perform_on_engine
 from nemo_rl_reshard.integrations.nemo_rl.policy_rank import perform_on_policy
 from nemo_rl_reshard.orchestration.outcome import Outcome
+from nemo_rl_reshard.orchestration.rank_operations import perform
 from nemo_rl_reshard.params.manifest import Manifest
 
-PACKAGE = Path(__file__).parents[2] / "nemo_rl_reshard"
+ROOT = Path(__file__).parents[2]
 
-LAYERS = ("layout", "params", "topology", "plan", "transport", "sources", "targets", "runtime")
-SINGLE = (
-    "errors",
-    "orchestration.outcome",
-    "orchestration.rank_operations",
-    "orchestration.worker_extension",
-    "integrations.nemo_rl.engine_rank",
-    "integrations.nemo_rl.policy_rank",
-    "integrations.nemo_rl.policy_source",
-)
 # Installed here, needed by the driver or by an engine, and held by no trainer's environment.
 ABSENT = ("pydantic", "omegaconf", "transformers", "vllm", "typer", "rich", "matplotlib", "tensorboard", "pytest")
 
 
 def modules_of_a_worker() -> list[str]:
-    """Every module of the layers that run in workers, and the single ones above them that do."""
-    below = [
-        f"{layer}.{file.stem}"
-        for layer in LAYERS
-        for file in sorted((PACKAGE / layer).glob("*.py"))
-        if file.stem != "__init__"
-    ]
-    return [f"nemo_rl_reshard.{name}" for name in (*below, *SINGLE)]
+    """Every module that pyproject.toml forbids the driver's libraries, those of the core included."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = project["tool"]["importlinter"]["contracts"]
+    named = [name for contract in contracts if contract["type"] == "forbidden" for name in contract["source_modules"]]
+    modules = []
+    for name in named:
+        place = ROOT.joinpath(*name.split("."))
+        files = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+        modules += [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
+    return modules
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +72,9 @@ print(json.dumps({
 
 def test_everything_that_runs_in_a_worker_imports_there(interpreter: Path) -> None:
     assert all(importlib.util.find_spec(name) for name in ABSENT), "absent there would prove nothing"
-    found = run(interpreter, IMPORT_ALL, json.dumps([modules_of_a_worker(), ABSENT]))
+    modules = modules_of_a_worker()
+    assert {perform_on_policy.__module__, perform_on_engine.__module__, perform.__module__} <= set(modules)
+    found = run(interpreter, IMPORT_ALL, json.dumps([modules, ABSENT]))
     assert found["present"] == []
     assert found["broken"] == {}
     assert all(home.startswith(str(interpreter.parents[1])) for home in found["homes"].values()), found["homes"]
