@@ -82,8 +82,12 @@ def test_one_raise_is_one_first_cause_and_the_next_refit_is_right(
         assert world.sessions[rank].first_cause is outcomes[rank]
         # A rank that had not begun when it was called off still has the old weights; none has the new version.
         assert {each.target.version for each in world.live.values() if each.target is not None} <= {1, None}
+        for other, each in world.live.items():
+            opened = each.target is not None and not each.target.is_usable
+            assert world.sessions[other].may_be_mixed == opened, other
         world.rebuild()
         world.refit(3)
+        assert not any(session.may_be_mixed for session in world.sessions.values())
         world.refit(4)
 
 
@@ -179,6 +183,7 @@ def test_a_rank_that_never_comes_is_named(over: str) -> None:
         assert any("ranks [1] did not come" in str(outcome) for outcome in outcomes.values())
         assert all(isinstance(outcomes[rank], TransportError) for rank in outcomes if rank != 1)
         # Nothing was opened, so the engines still serve what they had.
+        assert not any(session.may_be_mixed for session in world.sessions.values())
         assert all(each.target.is_usable for each in world.live.values() if each.target is not None)
 
 

@@ -123,6 +123,22 @@ def test_a_flipped_bit_is_found_and_named(policy: RoutePolicy, rank: int, where:
         refits.refit(2)
 
 
+def test_b16_direct_bytes_are_judged_before_any_leftover_is_loaded() -> None:
+    """What was corrupted is found where it was compared, not by a later stage that happens to look at the same list."""
+    with world(RoutePolicy.FFN) as refits:
+        refits.refit(1)
+        refits.wrap[3] = lambda inner: _Flipping(inner, "receive")
+        refits.rebuild()
+        for each in refits.live.values():
+            each.fill(2)
+        outcomes = refits.outcomes(2, verify="full")
+        assert isinstance(outcomes[3], VerificationError)
+        assert f"{W}: region" in str(outcomes[3])
+        target = refits.live[3].target
+        assert target.done == [W]
+        assert target.loaded == []
+
+
 def test_what_never_arrives_is_no_number() -> None:
     """`B16`: a receive that returns without data leaves NaN behind in verify mode, never the last refit's bytes."""
     with world(RoutePolicy.ALL) as refits:

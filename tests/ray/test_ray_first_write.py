@@ -106,13 +106,25 @@ def test_an_engine_found_busy_inside_the_refit_has(light: LightWorld, controller
     succeed(light, controller, 3)
 
 
-@pytest.mark.parametrize(("side", "tensor"), [("trainers", GATE), ("engines", GATE), ("engines", LAST)])
-def test_a_failure_after_the_ranks_agreed_counts_as_written(
-    light: LightWorld, controller: RefitController, side: str, tensor: str
+@pytest.mark.parametrize("tensor", [GATE, LAST])
+def test_an_engine_that_fails_while_it_is_written_counts_as_written(
+    light: LightWorld, controller: RefitController, tensor: str
 ):
-    """A trainer's too: the engines open as soon as all agree, whatever the trainer still had to send."""
-    arm(light, controller, getattr(light, side)[1], Planned("raise", tensor))
+    arm(light, controller, light.engines[1], Planned("raise", tensor))
     assert not fail(light, controller, 2).before_first_write
+    succeed(light, controller, 3)
+
+
+@pytest.mark.parametrize("tensor", [GATE, LAST])
+def test_a_trainer_that_fails_after_the_ranks_agreed_leaves_whole_engines_or_says_otherwise(
+    light: LightWorld, controller: RefitController, tensor: str
+):
+    """Engines open as soon as they know that all agree, whatever the trainer still had to send."""
+    arm(light, controller, light.trainers[1], Planned("raise", tensor))
+    error = fail(light, controller, 2)
+    assert list(error.causes) == ["rank 1 (trainer 1)"]
+    if error.before_first_write:
+        assert_held(light, 1)
     succeed(light, controller, 3)
 
 
