@@ -1,17 +1,15 @@
-"""The real NeMo RL on CPU: run with `make test-nemo-rl NEMO_RL=<checkout>`; without a checkout every file is skipped."""
+"""The real NeMo RL on CPU: `make test-nemo-rl NEMO_RL=<checkout>`. Without a checkout every file is skipped."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import tempfile
+import uuid
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from stand_ins import private_vllm, processes
+from stand_ins.surroundings import Surroundings
 
 NEEDED = "needs a checkout of NeMo RL and the packages it imports: make test-nemo-rl NEMO_RL=<checkout>"
 
@@ -24,10 +22,7 @@ def _checkout() -> Path | None:
 
 
 CHECKOUT = _checkout()
-INSTALLED = pytest.StashKey[Path]()
-STATUS = pytest.StashKey[str]()
-BEFORE = pytest.StashKey[str]()
-PRIVATE = pytest.StashKey[Path]()
+SURROUNDINGS = pytest.StashKey[Surroundings]()
 
 
 class Unavailable(pytest.Module):
@@ -47,23 +42,43 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     # Other people's packages warn as they please; ours are held to their warnings by the other tiers.
     config.addinivalue_line("filterwarnings", "ignore")
-    config.stash[STATUS] = git_status(CHECKOUT)
-    config.stash[INSTALLED] = private_vllm.installed_vllm()
-    config.stash[BEFORE] = private_vllm.fingerprint(config.stash[INSTALLED])
-    config.stash[PRIVATE] = Path(tempfile.mkdtemp(prefix="nemo-rl-vllm-"))
-    processes.enter(CHECKOUT, private_vllm.copy_vllm(config.stash[INSTALLED], config.stash[PRIVATE]))
+    config.stash[SURROUNDINGS] = Surroundings(CHECKOUT)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if PRIVATE in config.stash:
-        shutil.rmtree(config.stash[PRIVATE], ignore_errors=True)
+    if SURROUNDINGS in config.stash:
+        config.stash[SURROUNDINGS].close()
 
 
 @pytest.fixture(scope="session")
-def checkout() -> Path:
+def surroundings(pytestconfig: pytest.Config) -> Surroundings:
+    """What the run borrows."""
+    return pytestconfig.stash[SURROUNDINGS]
+
+
+@pytest.fixture(scope="session")
+def checkout(surroundings: Surroundings) -> Path:
     """The folder of the NeMo RL checkout."""
-    assert CHECKOUT is not None
-    return CHECKOUT
+    return surroundings.checkout
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A Ray that believes in GPUs: NeMo RL places one worker on each."""
+    import ray
+
+    ray.init(
+        num_cpus=64,
+        num_gpus=8,
+        include_dashboard=False,
+        namespace=f"reshard-{uuid.uuid4().hex}",
+        object_store_memory=200 << 20,
+        runtime_env={"env_vars": dict(os.environ)},
+        logging_level="warning",
+        log_to_driver=bool(os.environ.get("RESHARD_TEST_LOGS")),
+    )
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -71,12 +86,4 @@ def _leave_no_trace(request: pytest.FixtureRequest) -> Iterator[None]:
     """Whatever the tests did, neither the checkout nor the installed vLLM differs afterwards."""
     yield
     if CHECKOUT is not None:
-        assert git_status(CHECKOUT) == request.config.stash[STATUS]
-        installed = request.config.stash[INSTALLED]
-        assert private_vllm.fingerprint(installed) == request.config.stash[BEFORE]
-
-
-def git_status(checkout: Path) -> str:
-    """What differs from the commit, ignored files (bytecode, say) included; empty text for a checkout as cloned."""
-    command = ["git", "-C", str(checkout), "status", "--short", "--ignored"]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        request.config.stash[SURROUNDINGS].assert_untouched()

@@ -1,1 +1,1 @@
-"""What stands in for CUDA, for versions and for parts of NeMo RL that need either; listed in docs/nemo-rl-test-tier.md."""
+"""Stand-ins for CUDA, for versions and for what needs either, each listed in docs/nemo-rl-test-tier.md."""

@@ -1,10 +1,9 @@
-"""A private copy of the installed vLLM package, since NeMo RL edits that package's source files when a worker starts."""
+"""A private copy of the installed vLLM package: NeMo RL edits that package's files whenever a worker starts."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import shutil
 from pathlib import Path
 
@@ -28,7 +27,7 @@ def copy_vllm(package: Path, target: Path) -> Path:
         if source.endswith((".py", ".pyc")):
             shutil.copy2(source, destination)
         else:
-            os.symlink(source, destination)
+            Path(destination).symlink_to(source)
 
     shutil.copytree(package, target / package.name, copy_function=copy)
     return target

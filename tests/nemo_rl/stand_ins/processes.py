@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
 
 from nemo_rl_reshard.orchestration.cpu_environment import CpuEnvironment
+from stand_ins import import_hooks
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
@@ -39,12 +39,5 @@ def enter(checkout: Path, private_vllm: Path) -> None:
     os.environ.update(environment.variables())
     sys.dont_write_bytecode = True
     sys.path[:0] = [str(folder) for folder in folders if str(folder) not in sys.path]
-    _run_site_customisation()
-
-
-def _run_site_customisation() -> None:
-    """Python read the PYTHONPATH of this process at its start, before `enter`; do what it would have done."""
-    spec = importlib.util.spec_from_file_location("nemo_rl_stand_ins_site", HERE / "site" / "sitecustomize.py")
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    # Python read the PYTHONPATH of this process at its start, before this; do what it would have done.
+    import_hooks.install()

@@ -1,0 +1,3 @@
+"""The reductions that NeMo RL names."""
+
+SUM = "sum"
