@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -289,7 +290,7 @@ class FakeGeneration:
             if self.weight_synchronizer is not None:
                 self.weight_synchronizer.shutdown()
         except Exception as error:
-            print(f"Error during policy shutdown: {error}")
+            sys.stderr.write(f"Error during policy shutdown: {error}\n")
             return False
         return True
 

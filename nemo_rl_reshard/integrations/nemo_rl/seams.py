@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from nemo_rl_reshard.integrations.nemo_rl.answers import collect
 from nemo_rl_reshard.integrations.nemo_rl.description import describe
 from nemo_rl_reshard.integrations.nemo_rl.members import EngineMember, PolicyMember, members_of
 
+_MISSING_MODULE = re.compile(r"No module named '([^']+)'")
 _WORKER_CLASSES = "nemo_rl_reshard/integrations/nemo_rl/worker_classes.py"
 
 
@@ -131,15 +133,17 @@ def _ask_engines(
     B13: an engine's workers have to be those of its own executor, counted from 0, however many engines share experts.
     """
     found = collect({member.name: member.on_workers(describe) for member in engines}, within_s)
-    names = [name for name, why in found.failures.items() if "No module named" not in why]
+    names = [name for name, why in found.failures.items() if not _MISSING_MODULE.search(why)]
     methods = {member.name: member.on_workers("reshard_describe") for member in engines if member.name in names}
     by_name = collect(methods, within_s)
     for name, why in found.failures.items():
-        if name not in by_name.answers:
+        if name in names and name not in by_name.answers:
             faults.add(
-                f"{name}: {cannot_run(why)}; for an engine whose RPC takes no functions, use a worker class with "
-                f"ReshardEngineMethods ({_WORKER_CLASSES})"
+                f"{name}: its workers run no function ({why}): use a worker class with ReshardEngineMethods "
+                f"({_WORKER_CLASSES})"
             )
+        elif name not in names:
+            faults.add(f"{name}: {cannot_run(why)}")
     answers = {**found.answers, **by_name.answers}
     for member in engines:
         ranks = [each["rank"] for each in answers.get(member.name, ())]
@@ -153,12 +157,15 @@ def _ask_engines(
 
 def cannot_run(why: str) -> str:
     """`why` a worker could not answer, and what to do where the reason is an import."""
-    if "No module named" not in why:
+    missing = _MISSING_MODULE.search(why)
+    if missing is None:
         return why
+    if missing[1].partition(".")[0] != nemo_rl_reshard.__name__:
+        return f"its environment lacks {missing[1]}: install it there"
     folder = Path(nemo_rl_reshard.__file__).parents[1]
     return (
-        f"its environment cannot import this package ({why}): put {folder} on PYTHONPATH before NeMo RL starts Ray "
-        "(init_ray copies the driver's environment into every worker); torch and numpy are all it needs there"
+        f"its environment cannot import {missing[1]}: put {folder} on PYTHONPATH before NeMo RL starts Ray (init_ray "
+        "copies the driver's environment into every worker); torch and numpy are all that is needed there"
     )
 
 
