@@ -100,8 +100,6 @@ def _attached(
     """A synchronizer that is set up, or None where NeMo RL's own refit has to do."""
     start_s = time.perf_counter()
     checked = check_seams(policy, policy_generation, clusters, section.setup_s)
-    for warning in checked.warnings:
-        LOG.warning(warning)
     made = ReshardWeightSynchronizer(
         checked.trainers,
         checked.engines,

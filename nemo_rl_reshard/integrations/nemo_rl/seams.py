@@ -47,7 +47,6 @@ class Checked:
     trainers: tuple[PolicyMember, ...]
     engines: tuple[EngineMember, ...]
     architecture: str | None
-    warnings: tuple[str, ...]
 
 
 def check_seams(policy: Any, policy_generation: Any, clusters: Sequence[Any], within_s: float) -> Checked:
@@ -69,8 +68,7 @@ def check_seams(policy: Any, policy_generation: Any, clusters: Sequence[Any], wi
         heard |= {member.rank_name(rank): each for rank, each in enumerate(answers.get(member.name, ()))}
     faults.extend(_other_packages(heard))
     faults.raise_if_any()
-    architecture = heard[trainers[0].name]["architecture"]
-    return Checked(tuple(trainers), tuple(engines), architecture, tuple(differing_variables(heard)))
+    return Checked(tuple(trainers), tuple(engines), heard[trainers[0].name]["architecture"])
 
 
 def missing_seams(owners: Mapping[str, Any]) -> Iterator[str]:
@@ -174,19 +172,3 @@ def _other_packages(heard: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for name, answer in heard.items():
         if answer["package"] != here:
             yield f"{name} imports nemo_rl_reshard {answer['package']}, and the driver {here}: install one everywhere"
-
-
-def differing_variables(heard: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """B73: a sentence for every compared environment variable that has several values, with who has which."""
-    names = sorted({name for answer in heard.values() for name in answer["variables"]})
-    for name in names:
-        holders: dict[str, list[str]] = {}
-        for who, answer in heard.items():
-            holders.setdefault(str(answer["variables"].get(name)), []).append(who)
-        if len(holders) > 1:
-            values = "; ".join(f"{value} on {_some(who)}" for value, who in holders.items())
-            yield f"{name} differs between workers, and communicators across them may hang or fail: {values}"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
