@@ -16,6 +16,7 @@ from nemo_rl_reshard.orchestration.first_cause import refit_error
 from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.orchestration.outcome import Outcome
 from nemo_rl_reshard.orchestration.plan_book import PlanBook, Planned, source_catalog
+from nemo_rl_reshard.orchestration.rank_environment import compare_environments
 from nemo_rl_reshard.orchestration.transport_choice import choose_transport
 from nemo_rl_reshard.orchestration.world import Seating, WorldHost, check_reachable
 from nemo_rl_reshard.params.manifest import Side
@@ -155,8 +156,10 @@ class RefitController:
         reports = {outcome.rank: DeviceReport.from_plain(outcome.value["devices"]) for outcome in declared}
         choice = choose_transport(self._config.transport, reports, hosts, self._seating.rank_names())
         _LOG.info("refit transport: %s (%s)", choice.kind, choice.reason)
-        for warning in choice.warnings:
-            _LOG.warning("refit transport: %s; ranks may hang when they connect", warning)
+        environments = {outcome.rank: outcome.value["environment"] for outcome in declared}
+        is_nccl = choice.kind is TransportKind.NCCL
+        for warning in compare_environments(environments, self._seating.num_trainers, is_nccl=is_nccl):
+            _LOG.warning("refit environment: %s", warning)
         return choice.kind
 
     def _declare(self, side: Side, specs: list[list[Any]] | None) -> Answers:

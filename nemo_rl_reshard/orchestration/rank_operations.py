@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 from nemo_rl_reshard.errors import StateError
 from nemo_rl_reshard.orchestration.epoch import EpochFence
 from nemo_rl_reshard.orchestration.outcome import Fault, Outcome
+from nemo_rl_reshard.orchestration.rank_environment import rank_environment
 from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.runtime.endpoint import Source, Target
 from nemo_rl_reshard.runtime.session import RankSession
@@ -130,6 +131,7 @@ def _declare(held: HeldRank, side: Side, make_end: MakeEnd, rank: int, argument:
         "manifest": manifest,
         "replicas": [digest.to_plain() for digest in digests],
         "devices": session.devices.to_plain(),
+        "environment": rank_environment(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
     }

@@ -12,11 +12,10 @@ from nemo_rl_reshard.transport.devices import DeviceReport
 
 @dataclass(frozen=True, slots=True)
 class TransportChoice:
-    """`kind` is never "auto". `reason` says why, `warnings` what the ranks set differently though they should not."""
+    """`kind` is never "auto"; `reason` says why it is what it is."""
 
     kind: TransportKind
     reason: str
-    warnings: tuple[str, ...] = ()
 
 
 def choose_transport(
@@ -35,13 +34,13 @@ def choose_transport(
         faults = FaultList("transport: nccl cannot be used; configure auto or gloo", ConfigError)
         faults.extend(obstacles)
         faults.raise_if_any()
-        return TransportChoice(TransportKind.NCCL, "as configured", _different_settings(reports, names))
+        return TransportChoice(TransportKind.NCCL, "as configured")
     elsewhere = [names[rank] for rank, report in sorted(reports.items()) if report.weights not in ("cuda", "none")]
     if elsewhere:
         return TransportChoice(TransportKind.GLOO, f"weights are not on a GPU: {', '.join(elsewhere)}")
     if obstacles:
         return TransportChoice(TransportKind.GLOO, f"NCCL cannot be used: {'; '.join(obstacles)}")
-    return TransportChoice(TransportKind.NCCL, "every rank has a GPU of its own", _different_settings(reports, names))
+    return TransportChoice(TransportKind.NCCL, "every rank has a GPU of its own")
 
 
 def _shared_gpus(reports: Mapping[int, DeviceReport], hosts: Mapping[int, str], names: Mapping[int, str]) -> list[str]:
@@ -61,17 +60,6 @@ def _different_versions(reports: Mapping[int, DeviceReport], names: Mapping[int,
     """NCCL refuses members of other versions than its own."""
     versions = {rank: report.nccl for rank, report in reports.items() if not report.obstacle}
     return _differences("their NCCL is", versions, names)
-
-
-def _different_settings(reports: Mapping[int, DeviceReport], names: Mapping[int, str]) -> tuple[str, ...]:
-    """What NCCL reads from the environment and finds different; some pairs of values hang when ranks connect."""
-    settings = sorted({name for report in reports.values() for name in report.settings})
-    found: list[str] = []
-    for setting in settings:
-        found += _differences(
-            f"{setting} is", {rank: report.settings.get(setting, "unset") for rank, report in reports.items()}, names
-        )
-    return tuple(found)
 
 
 def _differences(what: str, values: Mapping[int, str], names: Mapping[int, str]) -> list[str]:

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nemo_rl_reshard.errors import DeclarationError
-
-NCCL_SETTINGS = (
-    "NCCL_ALGO",
-    "NCCL_CUMEM_ENABLE",
-    "NCCL_CUMEM_HOST_ENABLE",
-    "NCCL_IB_DISABLE",
-    "NCCL_NET",
-    "NCCL_NVLS_ENABLE",
-    "NCCL_P2P_DISABLE",
-    "NCCL_PROTO",
-    "NCCL_SHM_DISABLE",
-)
-"""Variables that NCCL reads for itself and that all members of a communicator should share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +19,7 @@ class DeviceReport:
     `weights` is "cuda" or "cpu" if all of them lie there, "mixed" if they lie on both, "none" if the rank has none.
     `device` is where its bytes would lie over NCCL, as torch names it in this process; `accelerator` names the same
     GPU for the whole job. `obstacle` says why this rank cannot join NCCL, and is empty if it can; `nccl` is its
-    version and `settings` what `NCCL_SETTINGS` are set to.
+    version.
     """
 
     weights: str
@@ -41,7 +27,6 @@ class DeviceReport:
     accelerator: str = ""
     obstacle: str = ""
     nccl: str = ""
-    settings: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, devices: Iterable[torch.device]) -> DeviceReport:
@@ -69,13 +54,11 @@ class DeviceReport:
             # The index says nothing to another process: each may be shown other devices.
             accelerator=str(torch.cuda.get_device_properties(torch.device(device)).uuid),
             nccl=".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
-            # Told to the driver, which compares sides; nothing here depends on them.
-            settings={name: os.environ[name] for name in NCCL_SETTINGS if name in os.environ},  # noqa: TID251
         )
 
     def to_plain(self) -> dict[str, Any]:
         """JSON types only. Inverse of `from_plain`."""
-        return {**asdict(self), "settings": dict(self.settings)}
+        return asdict(self)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> DeviceReport:

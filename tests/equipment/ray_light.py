@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -185,9 +186,10 @@ class LightWorld:
     def _trainer(self, rank: int) -> Member:
         return Member(f"trainer {rank}", Side.TRAINER, 1, ray.remote(num_cpus=0)(LightTrainer).remote(rank))
 
-    def _engine(self, engine: int) -> Member:
+    def _engine(self, engine: int, variables: Mapping[str, str] = MappingProxyType({})) -> Member:
         name = f"engine {engine}"
-        return Member(name, Side.INFERENCE, 1, ray.remote(num_cpus=0)(LightEngine).remote(engine, name))
+        actor = ray.remote(num_cpus=0, runtime_env={"env_vars": dict(variables)})(LightEngine)
+        return Member(name, Side.INFERENCE, 1, actor.remote(engine, name))
 
     def controller(self, **section: Any) -> RefitController:
         config = RefitConfig.read({"route": "all", "deadline_s": 6, "grace_s": 5, "setup_s": 60, **section})
@@ -199,9 +201,10 @@ class LightWorld:
     def arm(self, member: Member, fault: Planned) -> None:
         ray.get(member.handle.arm.remote(fault), timeout=60)
 
-    def replace_engine(self, engine: int) -> Member:
+    def replace_engine(self, engine: int, **variables: str) -> Member:
+        """A new one, with `variables` in its environment."""
         ray.kill(self.engines[engine].handle)
-        self.engines[engine] = self._engine(engine)
+        self.engines[engine] = self._engine(engine, variables)
         return self.engines[engine]
 
     def replace_trainers(self) -> list[Member]:

@@ -104,3 +104,16 @@ def test_an_engine_that_wants_what_no_trainer_has_says_so(light: LightWorld):
         controller.refit(1)
     assert list(failed.value.causes) == ["rank 3 (engine 0)"]
     light.replace_engine(0)
+
+
+def test_b73_a_variable_that_one_engine_has_set_otherwise_is_named(light: LightWorld, caplog: pytest.LogCaptureFixture):
+    light.replace_engine(1, NCCL_CUMEM_ENABLE="0")
+    controller = light.controller()
+    with caplog.at_level("WARNING", logger="nemo_rl_reshard"):
+        light.fill(1)
+        controller.refit(1)
+    controller.close()
+    light.assert_serves(1)
+    (said,) = [message for message in caplog.messages if "NCCL_CUMEM_ENABLE" in message]
+    assert said.endswith("unset on trainer ranks 0-2; unset on inference ranks 3; '0' on inference ranks 4")
+    light.replace_engine(1)

@@ -1,4 +1,4 @@
-"""Which transport a refit world uses, and who keeps it from NCCL. B73 B74."""
+"""Which transport a refit world uses, and who keeps it from NCCL. B74."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nemo_rl_reshard.errors import ConfigError, DeclarationError
 from nemo_rl_reshard.orchestration.transport_choice import TransportChoice, choose_transport
 from nemo_rl_reshard.transport.devices import DeviceReport
 
-ON_GPU = DeviceReport("cuda", "cuda:0", "GPU-a", nccl="2.28.9", settings={"NCCL_CUMEM_ENABLE": "1"})
+ON_GPU = DeviceReport("cuda", "cuda:0", "GPU-a", nccl="2.28.9")
 ON_CPU = DeviceReport("cpu", obstacle="there is no CUDA device")
 
 
@@ -84,16 +84,6 @@ def test_b74_asking_for_nccl_names_every_rank_that_cannot() -> None:
 
 def test_offloaded_weights_may_travel_over_nccl_when_it_is_asked_for() -> None:
     assert choose("nccl", *gpus(2), replace(ON_GPU, weights="cpu", accelerator="GPU-9")).kind is TransportKind.NCCL
-
-
-def test_b73_settings_of_nccl_that_differ_are_named_with_rank_and_value() -> None:
-    other = replace(ON_GPU, accelerator="GPU-9", settings={"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"})
-    assert choose("auto", *gpus(2), other).warnings == (
-        "NCCL_CUMEM_ENABLE is 1 on rank 0, rank 1; 0 on rank 2",
-        "NCCL_NVLS_ENABLE is unset on rank 0, rank 1; 0 on rank 2",
-    )
-    assert choose("auto", *gpus(2)).warnings == ()
-    assert choose("gloo", *gpus(2), other).warnings == ()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a rank without a GPU declares")
