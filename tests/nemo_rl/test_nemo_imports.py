@@ -35,3 +35,11 @@ def test_the_true_version_of_transformers_is_back_after_the_import() -> None:
     importlib.import_module("nemo_rl.models.policy")
     assert Version(transformers.__version__) >= Version("5.16")
     assert "nemo_rl.models.policy" in sys.modules
+
+
+@pytest.mark.parametrize("loop", ["distillation", "grpo_sync", "ppo"])
+def test_other_loops_refit_by_the_same_function(loop: str) -> None:
+    """So a synchronizer that is attached serves them all."""
+    grpo = importlib.import_module("nemo_rl.algorithms.grpo")
+    module = importlib.import_module(f"nemo_rl.algorithms.{loop}")
+    assert module.refit_policy_generation is grpo.refit_policy_generation
