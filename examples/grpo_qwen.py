@@ -20,7 +20,7 @@ from nemo_rl_launch.recognise import is_recipe
 from rich.console import Console
 
 from nemo_rl_reshard.cli.requirements import EnvironmentLacksError
-from nemo_rl_reshard.errors import ConfigError, RefitError
+from nemo_rl_reshard.errors import ConfigError, ReshardError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,9 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from grpo.launch import launch
     try:
         launch(options.config, options.overrides, console)
-    except (ConfigError, RefitError, EnvironmentLacksError) as fault:
+    except ReshardError as fault:
         console.print(str(fault), style="red", markup=False, soft_wrap=True)
-        return 2 if isinstance(fault, ConfigError) else 1 if isinstance(fault, RefitError) else 3
+        return 2 if isinstance(fault, ConfigError) else 3 if isinstance(fault, EnvironmentLacksError) else 1
     return 0
 
 

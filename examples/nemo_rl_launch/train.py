@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -71,11 +70,10 @@ def train(parts: Parts, task: Task) -> None:
     """Attach what the `refit:` section asks for and run the loop; everything is shut down however it ends."""
     with ExitStack() as ending:
         ending.callback(_shut_down, parts, task)
-        start_s = time.perf_counter()
-        synchronizer = attach(parts.policy, parts.policy_generation, parts.clusters, parts.master_config)
+        synchronizer = attach(
+            parts.policy, parts.policy_generation, parts.clusters, parts.master_config, logger=parts.logger
+        )
         if synchronizer is not None:
-            seconds = {"reshard_attach_time_s": time.perf_counter() - start_s}
-            parts.logger.log_metrics(seconds, step=0, prefix="timing/setup")
             ending.enter_context(synchronizer)
         ending.enter_context(parts.checkpointer)
         _loop(parts, task)

@@ -65,8 +65,9 @@ def calls() -> list[Any]:
 
 
 def attach_by(monkeypatch: pytest.MonkeyPatch, synchronizer: Attached | None) -> None:
-    def attach(policy: Any, policy_generation: Any, clusters: Any, config: Any) -> Attached | None:
+    def attach(policy: Any, policy_generation: Any, clusters: Any, config: Any, *, logger: Any) -> Attached | None:
         calls().append(("attach", policy, clusters, config.refit["backend"]))
+        logger.log_metrics({"reshard_init_time_s": 1.0}, step=0, prefix="timing/setup")
         return synchronizer
 
     monkeypatch.setattr(train, "attach", attach)
@@ -145,7 +146,7 @@ def test_the_loop_runs_between_attaching_and_shutting_down(
     assert rest == [
         ("setup", "tokenizer of Qwen/Qwen3-1.7B", "dataset", "validation dataset"),
         ("attach", "policy", ("training", "inference"), "reshard"),
-        ("log_metrics", ["reshard_attach_time_s"], 0, "timing/setup"),
+        ("log_metrics", ["reshard_init_time_s"], 0, "timing/setup"),
         ("grpo_train", "policy", "loader", "grader"),
         ("flushed",),
         ("left",),
@@ -163,8 +164,9 @@ def test_the_asynchronous_loop_and_overrides(checkout: Path, monkeypatch: pytest
     overrides = ["grpo.async_grpo.enabled=true", "refit.backend=nemo_rl", "refit.in_flight=3"]
     assert grpo_qwen.main(["--config", str(RECIPE), *overrides, "grpo.async_grpo.max_trajectory_age_steps=2"]) == 0
     names = [name for name, *_ in calls()]
-    # Nothing of ours is attached, so there is nothing to time or to leave.
-    assert names == ["init_ray", "setup", "attach", "async_grpo_train", "flushed", "shutdown", "shutdown"]
+    # Nothing of ours is attached, so there is nothing to leave.
+    built, ended = ["init_ray", "setup", "attach", "log_metrics"], ["flushed", "shutdown", "shutdown"]
+    assert names == [*built, "async_grpo_train", *ended]
     assert ("async_grpo_train", "policy", "loader", 2) in calls()
 
 
