@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 from equipment.ray_faults import Planned, with_fault
+from nemo_rl_reshard.integrations.nemo_rl.description import describe
+from nemo_rl_reshard.integrations.nemo_rl.worker_classes import ReshardPolicyMethods
 from nemo_rl_reshard.layout import Region
 from nemo_rl_reshard.orchestration.rank_operations import HeldRank, perform
 from nemo_rl_reshard.params.manifest import Side
@@ -131,6 +133,9 @@ class EngineWorker:
         self.operation = operation
         return perform(self, Side.INFERENCE, self._end, operation, arguments[self.rank])
 
+    def reshard_describe(self) -> dict[str, Any]:
+        return describe(self)
+
     def _end(self, rank: int) -> Target:
         fault, self.fault = self.fault, None
         return with_fault(ExplicitTarget(SPECS, self.shards), fault, lambda: self.operation == "refit")
@@ -232,6 +237,19 @@ class AsyncEngineOwner(EngineOwner):
         await self.llm.reset_prefix_cache()
 
 
+class NamedPolicyWorker(ReshardPolicyMethods, PolicyWorker):
+    """A policy worker of one's own, for a release in whose actors no function can be run."""
+
+
+class NamedEngineOwner(EngineOwner):
+    """The actor of an engine whose workers are of one's own and are asked by name alone."""
+
+    def checkpoint_engine_rpc(self, checkpoint_method: str, method_args: tuple[Any, ...] = ()) -> Any:
+        if callable(checkpoint_method):
+            raise TypeError("a method is named by a str here")
+        return super().checkpoint_engine_rpc(checkpoint_method, method_args)
+
+
 class FakeTimer:
     """NeMo RL's Timer where the plugin uses it; not safe for two users of one label at once, as the real one."""
 
@@ -322,11 +340,12 @@ class NemoWorld:
 
     clusters = (FakeCluster(NUM_TRAINERS), FakeCluster(NUM_ENGINES * TP))
 
-    def __init__(self, store: str, *, is_async: bool) -> None:
+    def __init__(self, store: str, *, is_async: bool, by_name: bool = False) -> None:
         self.is_async = is_async
-        trainer = ray.remote(num_cpus=0)(PolicyWorker)
+        trainer = ray.remote(num_cpus=0)(NamedPolicyWorker if by_name else PolicyWorker)
         self.policy = FakePolicy([trainer.remote(rank, store) for rank in range(NUM_TRAINERS)])
-        owner = ray.remote(num_cpus=0)(AsyncEngineOwner if is_async else EngineOwner)
+        stock = AsyncEngineOwner if is_async else EngineOwner
+        owner = ray.remote(num_cpus=0)(NamedEngineOwner if by_name else stock)
         workers = [owner.remote(TP if index % TP == 0 else None) for index in range(NUM_ENGINES * TP)]
         leaders = range(0, NUM_ENGINES * TP, TP)
         self.generation = FakeGeneration(workers, leaders, self.config()["policy"]["generation"])

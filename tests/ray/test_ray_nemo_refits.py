@@ -61,6 +61,18 @@ def test_gather_and_broadcast_gives_the_same_weights(world):
     world.generation.shutdown()
 
 
+def test_worker_classes_of_ones_own_are_used_where_no_function_can_be_run(cluster, tmp_path):
+    """The documented fallback: every request by the name of a method, on both sides."""
+    named = NemoWorld(str(tmp_path / "store"), is_async=False, by_name=True)
+    attached = attach(named.policy, named.generation, named.clusters, named.config())
+    assert all(member.has_methods for member in attached._trainers)
+    assert all(member.by_name for member in attached._engines)
+    for version in (1, 2):
+        refit(named, version)
+    named.generation.shutdown()
+    named.stop()
+
+
 def test_backend_nemo_rl_touches_nothing(world):
     before = world.generation.weight_synchronizer
     calls = [state["calls"] for state in world.states()]

@@ -14,10 +14,11 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 @dataclass
 class Collected:
-    """What was answered, and why not, by whom."""
+    """What was answered, and why not, by whom; `raised` are those of the failures whose actor lives and refused."""
 
     answers: dict[str, Any] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    raised: set[str] = field(default_factory=set)
 
 
 def collect(references: Mapping[str, ObjectRef[Any]], within_s: float) -> Collected:
@@ -33,6 +34,7 @@ def collect(references: Mapping[str, ObjectRef[Any]], within_s: float) -> Collec
             found.failures[name] = f"gave no answer within {within_s:g} s"
         except RayTaskError as error:
             found.failures[name] = f"{type(error.cause).__name__}: {error.cause}"
+            found.raised.add(name)
         except RayError as error:
             found.failures[name] = f"its actor is gone: {str(error).strip().splitlines()[0]}"
     return found

@@ -100,6 +100,8 @@ def _attached(
     """A synchronizer that is set up, or None where NeMo RL's own refit has to do."""
     start_s = time.perf_counter()
     checked = check_seams(policy, policy_generation, clusters, section.setup_s)
+    if in_flight:
+        LOG.info("engines are refitted with requests in flight; the loop says itself when prefix caches are dropped")
     made = ReshardWeightSynchronizer(
         checked.trainers,
         checked.engines,

@@ -131,17 +131,17 @@ def _ask_engines(
     B13: an engine's workers have to be those of its own executor, counted from 0, however many engines share experts.
     """
     found = collect({member.name: member.on_workers(describe) for member in engines}, within_s)
-    names = [name for name, why in found.failures.items() if not _MISSING_MODULE.search(why)]
-    methods = {member.name: member.on_workers("reshard_describe") for member in engines if member.name in names}
+    refused = {name for name in found.raised if not _MISSING_MODULE.search(found.failures[name])}
+    methods = {member.name: member.on_workers("reshard_describe") for member in engines if member.name in refused}
     by_name = collect(methods, within_s)
     for name, why in found.failures.items():
-        if name in names and name not in by_name.answers:
+        if name not in refused:
+            faults.add(f"{name}: {cannot_run(why)}")
+        elif name not in by_name.answers:
             faults.add(
                 f"{name}: its workers run no function ({why}): use a worker class with ReshardEngineMethods "
                 f"({_WORKER_CLASSES})"
             )
-        elif name not in names:
-            faults.add(f"{name}: {cannot_run(why)}")
     answers = {**found.answers, **by_name.answers}
     for member in engines:
         ranks = [each["rank"] for each in answers.get(member.name, ())]

@@ -158,13 +158,11 @@ class ReshardWeightSynchronizer:
 
     def may_fall_back(self, error: Exception) -> bool:
         """Whether NeMo RL's own refit is to follow `error`: asked for, nothing written, and nobody lost."""
-        if isinstance(error, RefitError) and not error.before_first_write:
-            self._may_be_mixed = True
         lost = self._controller.lost if self._controller is not None else frozenset()
         return (
             self._own_refit is not None
             and not (self._may_be_mixed or lost)
-            and isinstance(error, RefitError | DeclarationError | PlanError | ConfigError)
+            and (isinstance(error, DeclarationError | PlanError | ConfigError) or _is_unwritten(error))
         )
 
     def fall_back(self) -> None:
@@ -230,6 +228,7 @@ class ReshardWeightSynchronizer:
     def _fail(self, error: Exception, what: str) -> None:
         """At once and at error level: the loop may catch what is raised here, print it and go on."""
         self._failure = error
+        self._may_be_mixed |= isinstance(error, RefitError) and not error.before_first_write
         LOG.error("%s: %s", what, error)
 
     def _ready(self) -> RefitController:
@@ -250,3 +249,7 @@ def _refuse(kv_scales: dict[str, float] | None) -> None:
             "sync_weights was given kv_scales, and engines with a quantised key-value cache are not supported: set "
             "policy.generation.vllm_cfg.kv_cache_dtype to auto"
         )
+
+
+def _is_unwritten(error: Exception) -> bool:
+    return isinstance(error, RefitError) and error.before_first_write
