@@ -11,7 +11,9 @@ from typing import Any
 
 from nemo_rl_reshard.cli.nemo_rl_probe import find_nemo_rl
 from nemo_rl_reshard.cli.quantities import bytes_text
+from nemo_rl_reshard.cli.source_names import SourceNames
 from nemo_rl_reshard.errors import ReshardError
+from nemo_rl_reshard.integrations.nemo_rl.upstream import SYMBOLS
 from nemo_rl_reshard.targets.vllm_compat import TESTED_RELEASES
 
 NEMO_RL_SOURCE = "https://github.com/NVIDIA-NeMo/RL"
@@ -132,8 +134,12 @@ def _nemo_rl() -> Finding:
         note = f"{found.folder} is the empty package that holds this name on the package index, not NeMo RL"
         return Finding("nemo-rl", serves, False, found.version, note, f"pip uninstall nemo-rl, then {remedy}")
     is_tested = found.version is not None and found.version.startswith(f"{TESTED_NEMO_RL}.")
-    tested = "" if is_tested else f"written against and tested on {TESTED_NEMO_RL}; seams are checked when attached"
-    return Finding("nemo-rl", serves, True, found.version, tested, remedy)
+    notes = [] if is_tested else [f"written against and tested on {TESTED_NEMO_RL}; seams are checked when attached"]
+    names = SourceNames(found.folder)
+    missing = [symbol.name for symbol in SYMBOLS if not names.defines(symbol.module, symbol.name)]
+    if missing:
+        notes.append(f"lacks what the plugin touches: {', '.join(missing)}")
+    return Finding("nemo-rl", serves, True, found.version, "; ".join(notes), remedy)
 
 
 _DRIVER = "install the extra driver: pip install 'nemo-rl-reshard[driver]'"

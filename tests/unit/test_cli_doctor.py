@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from nemo_rl_reshard.cli import nemo_rl_probe, requirements
 from nemo_rl_reshard.cli.requirements import Finding
 from nemo_rl_reshard.integrations.nemo_rl.compatibility import table
+from nemo_rl_reshard.integrations.nemo_rl.upstream import SYMBOLS
 
 
 @pytest.fixture
@@ -109,6 +110,21 @@ def test_a_checkout_of_nemo_rl_counts_without_being_installed_or_imported(
     assert ("tested on 0.6" in finding.note) is not is_tested
 
 
+def test_names_that_the_plugin_touches_and_this_nemo_rl_lacks_are_remarked_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Read from the source: trainers' modules import only where trainers run."""
+    first, second, *others = (symbol for symbol in SYMBOLS if symbol.module == "nemo_rl.weight_sync.interfaces")
+    finding = nemo_rl_on_path(monkeypatch, tmp_path, (0, 6, 0), *REAL)
+    assert first.name in finding.note
+    method = first.name.partition(".")[2]
+    source = f"class WeightSynchronizer:\n    def {method}(self): ...\n"
+    (tmp_path / "nemo_rl" / "weight_sync" / "interfaces.py").write_text(source)
+    note = requirements.PROBES["nemo-rl"]().note
+    assert first.name not in note
+    assert all(symbol.name in note for symbol in (second, *others))
+
+
 def test_a_checkout_wins_over_the_placeholder_behind_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nemo_rl_on_path(monkeypatch, tmp_path / "installed", (0, 0, 0))
     assert nemo_rl_on_path(monkeypatch, tmp_path / "checkout", (0, 6, 0), *REAL).present
@@ -140,7 +156,9 @@ def test_what_is_refused_under_nemo_rl_is_printed_as_the_table_of_the_docs(comma
     assert ended.out.rstrip("\n") == table()
 
 
-@pytest.mark.parametrize(("version", "is_supported"), [("0.32.0", True), ("0.25.1", True), ("0.320.1", False), ("0.24.0", False)])
+@pytest.mark.parametrize(
+    ("version", "is_supported"), [("0.32.0", True), ("0.25.1", True), ("0.320.1", False), ("0.24.0", False)]
+)
 def test_another_vllm_than_the_tested_one_is_remarked_on(
     monkeypatch: pytest.MonkeyPatch, version: str, is_supported: bool
 ) -> None:
