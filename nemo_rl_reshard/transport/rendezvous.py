@@ -23,6 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from nemo_rl_reshard.errors import HandshakeError, RefitAbortedError, TransportError
 from nemo_rl_reshard.transport.deadline import Deadline
 from nemo_rl_reshard.transport.key_table import REFUSED, KeyTable
+from nemo_rl_reshard.transport.lobby import Lobby
 from nemo_rl_reshard.transport.rendezvous_connection import RendezvousConnection
 from nemo_rl_reshard.transport.wire import MIN_TOKEN_BYTES, Wire
 
@@ -33,12 +34,21 @@ _REPLY_S = 30.0
 
 _RETRY_S = 0.02
 
+_UNPROVEN = 512
+"""Connections that may be open at once without having proven the token; each has a thread of its own."""
+
+_PATIENCE_S = 2.0
+"""How long one of them is left in peace while others wait for its place."""
+
 
 class RendezvousServer:
     """Listens until `close`. `address` is what ranks connect to; `num_refused` counts peers that proved no token."""
 
-    def __init__(self, host: str, token: bytes, handshake_s: float = 10.0) -> None:
-        """Bind to `host`, which must be one address of this machine: a wildcard raises ValueError, as a short token."""
+    def __init__(self, host: str, token: bytes, handshake_s: float = 10.0, lobby: Lobby | None = None) -> None:
+        """Bind to `host`, which must be one address of this machine: a wildcard raises ValueError, as a short token.
+
+        A peer has `handshake_s` to prove the token, and less while `lobby` is full.
+        """
         if len(token) < MIN_TOKEN_BYTES:
             raise ValueError(f"a refit's token needs at least {MIN_TOKEN_BYTES} random bytes, not {len(token)}")
         family, _, _, _, bind_to = socket.getaddrinfo(host or "::", 0, type=socket.SOCK_STREAM)[0]
@@ -51,6 +61,7 @@ class RendezvousServer:
         self._token = token
         self._handshake_s = handshake_s
         self._table = KeyTable()
+        self._lobby = lobby or Lobby(_UNPROVEN, _PATIENCE_S)
         self._lock = threading.Lock()
         self._closed = False
         self._open: dict[Wire, threading.Thread] = {}
@@ -68,6 +79,7 @@ class RendezvousServer:
         with contextlib.suppress(OSError):  # where that is not allowed, closing it does
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._lobby.close()
         self._table.close()
         for wire in serving:
             wire.close()
@@ -92,6 +104,9 @@ class RendezvousServer:
                 time.sleep(_RETRY_S)
                 continue
             wire = Wire(connection)
+            if not self._lobby.enter(wire):
+                wire.close()
+                return
             # The handshake runs in the connection's own thread: a silent stranger delays nobody else.
             thread = threading.Thread(target=self._serve, args=(wire,), name="refit-rendezvous-peer", daemon=True)
             with self._lock:
@@ -103,12 +118,16 @@ class RendezvousServer:
 
     def _serve(self, wire: Wire) -> None:
         try:
-            wire.greet_client(self._token, Deadline.after(self._handshake_s))
+            try:
+                wire.greet_client(self._token, Deadline.after(self._handshake_s))
+            finally:
+                still_here = self._lobby.leave(wire)
         except (HandshakeError, TransportError):
             with self._lock:
                 self.num_refused += 1
         else:
-            self._answer(wire)
+            if still_here:
+                self._answer(wire)
         finally:
             wire.close()
             with self._lock:
