@@ -27,8 +27,7 @@ _ABILITIES = (
     ),
     ("draw comparisons (compare)", ("matplotlib",)),
     ("refit inside NeMo RL (attach)", ("torch", "gloo", "ray", "pydantic", "nemo-rl")),
-    # An ability of the environment that this release does not use yet; the label says so.
-    ("build the NCCL transport (refits travel over gloo so far)", ("cuda", "nccl")),
+    ("refit over NCCL between GPUs (transport)", ("torch", "cuda", "nccl")),
 )
 
 
