@@ -9,13 +9,14 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 MEMORY_BYTES = 1 << 30
-"""What every device query answers; NeMo RL sizes its broadcast buffers by a fraction of it."""
+"""What every query for free memory answers."""
+BUFFER_BYTES = 64 << 10
+"""Of NeMo RL's own broadcast: small enough for a small model to take several."""
 
 _FACTORIES = ("arange", "as_tensor", "empty", "empty_like", "full", "ones", "ones_like", "rand", "randn", "tensor")
 _FACTORIES += ("zeros", "zeros_like")
@@ -80,7 +81,6 @@ def _answer_for_the_device() -> None:
         "current_stream": lambda *_: stream,
         "device": _Device,
         "get_device_name": lambda *_: "cpu",
-        "get_device_properties": lambda *_: SimpleNamespace(total_memory=MEMORY_BYTES, name="cpu"),
         "max_memory_allocated": lambda *_: 0,
         "memory_allocated": lambda *_: 0,
         "memory_reserved": lambda *_: 0,

@@ -68,6 +68,15 @@ def _engine_worker(module: Any) -> Iterator[None]:
 
 
 @contextmanager
+def _buffer_size(module: Any) -> Iterator[None]:
+    """NeMo RL takes a share of the device's memory, whose size cannot be asked for."""
+    yield
+    from stand_ins import cuda_as_cpu
+
+    module.get_target_packed_tensor_size = lambda: cuda_as_cpu.BUFFER_BYTES
+
+
+@contextmanager
 def _device_query(module: Any) -> Iterator[None]:
     """NVML has no driver to ask."""
     yield
@@ -98,6 +107,7 @@ STAND_INS: dict[str, Callable[[ModuleType], AbstractContextManager[None]]] = {
     "nemo_rl.models.policy.workers.dtensor_policy_worker": _cuda_as_cpu,
     "nemo_rl.models.generation.vllm.vllm_backend": _engine_worker,
     "nemo_rl.utils.nvml": _device_query,
+    "nemo_rl.utils.packed_tensor": _buffer_size,
     "vllm.engine.arg_utils": _cpu_engine,
 }
 """Module -> what surrounds the execution of its code."""
