@@ -48,7 +48,7 @@ def test_what_a_worker_cannot_import_comes_with_the_fix():
     folder = str(Path(nemo_rl_reshard.__file__).parents[1])
     for module in ("nemo_rl_reshard", "nemo_rl_reshard.integrations"):
         said = cannot_run(f"RaySystemError: System error: No module named '{module}'\ntraceback: many lines")
-        assert f"cannot import {module}: put {folder} on PYTHONPATH" in said
+        assert f"cannot import this package (No module named '{module}'): put {folder} on PYTHONPATH" in said
         assert "\n" not in said
     assert cannot_run("No module named 'numpy'") == "its environment lacks numpy: install it there"
     assert cannot_run("its actor is gone") == "its actor is gone"

@@ -162,8 +162,8 @@ def cannot_run(why: str) -> str:
         return f"its environment lacks {missing[1]}: install it there"
     folder = Path(nemo_rl_reshard.__file__).parents[1]
     return (
-        f"its environment cannot import {missing[1]}: put {folder} on PYTHONPATH before NeMo RL starts Ray (init_ray "
-        "copies the driver's environment into every worker); torch and numpy are all that is needed there"
+        f"its environment cannot import this package ({missing[0]}): put {folder} on PYTHONPATH before NeMo RL "
+        "starts Ray (init_ray copies the driver's environment into every worker); torch and numpy are all that is needed there"
     )
 
 
