@@ -163,7 +163,7 @@ def cannot_run(why: str) -> str:
     folder = Path(nemo_rl_reshard.__file__).parents[1]
     return (
         f"its environment cannot import this package ({missing[0]}): put {folder} on PYTHONPATH before NeMo RL "
-        "starts Ray (init_ray copies the driver's environment into every worker); torch and numpy are all that is needed there"
+        "starts Ray (init_ray copies the driver's environment into every worker); it needs torch and numpy there"
     )
 
 
