@@ -191,7 +191,9 @@ class ReshardWeightSynchronizer:
                 controller.close()
             except Exception as error:
                 # What is left of the world ends with its processes; whoever shuts down has nothing to gain by knowing.
-                LOG.debug("leaving the refit world: %s", error)
+                # While the interpreter ends, this module's own names may be gone already.
+                if LOG is not None:
+                    LOG.debug("leaving the refit world: %s", error)
 
     def shutdown(self) -> None:
         """Leave the refit world for good. Safe twice, with dead actors, and while the interpreter ends."""
