@@ -110,21 +110,21 @@ class LeftoverMover:
         self._digests.compare(self._program, self._transport, deadline, verification)
 
     def _allocate(self) -> None:
-        """Once per plan: the largest batch decides, so a tensor larger than the bucket simply makes it larger."""
+        """Once per plan. In each set its largest batch decides: one tensor larger than the bucket enlarges one set."""
         if self._sets:
             return
-        share = max(batch.share_nbytes for batch in self._program.batches)
-        whole = max(batch.nbytes for batch in self._program.batches)
         num_trainers = len(self._program.trainers)
-        sizes = (
-            share if self._is_trainer else 0,
-            share * num_trainers if self._gathers_here and num_trainers > 1 else 0,
-            whole if self._is_root or self._is_receiver else 0,
-        )
-        num_sets = min(_SETS, len(self._program.batches))
-        for _ in range(num_sets):
+        for turn in range(min(_SETS, len(self._program.batches))):
+            batches = self._program.batches[turn::_SETS]
+            share = max(batch.share_nbytes for batch in batches)
+            whole = max(batch.nbytes for batch in batches)
+            sizes = (
+                share if self._is_trainer else 0,
+                share * num_trainers if self._gathers_here and num_trainers > 1 else 0,
+                whole if self._is_root or self._is_receiver else 0,
+            )
             self._sets.append(_Buffers(*(self._buffer(size) for size in sizes)))
-        self._allocated_bytes = sum(sizes) * num_sets
+            self._allocated_bytes += sum(sizes)
 
     def _buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._transport.device)
