@@ -76,7 +76,7 @@ class DTensorSource:
         self._tensors = tensors
         self._naming = naming or Naming()
         self._adapter = AdapterMap(adapter) if adapter is not None else None
-        self._exports = WholeExports(rank, self._adapter) if self._adapter is not None else None
+        self._exports = WholeExports(rank, self._adapter)
         self._merges = Merges()
         self._placer = Placer(rank, ranks.__getitem__ if ranks is not None else int)
         self._placed: dict[str, Placed] = {}
@@ -121,19 +121,17 @@ class DTensorSource:
         self._tensors.refresh()
         shared_names(((plain, self._tensors.current(name)) for plain, name in self._tied.items()), self.aliases)
         self._merges.gather(self._gathered)
-        if self._exports is not None:
-            self._exports.make(self._whole)
+        self._exports.make(self._whole, self._live)
 
     def release(self) -> None:
         """Drop what `prepare` gathered. Safe to call at any time."""
         self._merges.release()
-        if self._exports is not None:
-            self._exports.release()
+        self._exports.release()
 
     def devices(self) -> set[torch.device]:
         """Where the declared shards lie now."""
         stored = {entry.storage for entry in self._entries.values() if entry.parts}
-        stored |= {exported.stored for exported in self._exports or ()}
+        stored |= {exported.stored for exported in self._exports}
         return {self._live(name).device for name in stored}
 
     def manifest(self, rank: int) -> Manifest:
@@ -153,7 +151,7 @@ class DTensorSource:
                     entry.storage, _dot(part.start, stride), part.region.extent, _pick(stride, piece.dims)
                 )
                 shards.append(LocalShard(name, part.region, view))
-        for exported in self._exports or ():
+        for exported in self._exports:
             made = exported.made
             specs.append(TensorSpec(made.name, made.shape, _dtype_name(made.dtype)))
             indirect.append((made.name, made.reason))
@@ -170,17 +168,14 @@ class DTensorSource:
         DeclarationError when `region` is not inside one declared region, or when training changed the tensor's layout
         since the declaration.
         """
-        if self._exports is not None and tensor in self._exports:
-            made = self._exports.view(tensor, region)
-            if made is None:
-                raise _not_held(tensor, self.rank, region)
-            return made
+        if tensor in self._exports:
+            return self._exports.view(tensor, region)
         entry = self._entries.get(tensor)
         if entry is None:
             raise DeclarationError(f"{tensor}: rank {self.rank} declared no tensor of this name")
         part = next((part for part in entry.parts if part.region.contains(region)), None)
         if part is None:
-            raise _not_held(tensor, self.rank, region)
+            raise DeclarationError(f"{tensor}: rank {self.rank} holds no {region.offset}+{region.extent} in one piece")
         local = self._live(entry.storage)
         stride = _pick(local.stride(), entry.piece.dims)
         inner = region.relative_to(part.region).offset
@@ -256,11 +251,11 @@ class DTensorSource:
             self._add_low_rank(name, shape, layer)
         unproven = []
         for piece in self._cut(plain, name, tensor):
-            TensorSpec(piece.name, piece.shape, _dtype_name(tensor.dtype))  # refuses a dtype that cannot travel
-            known = self._entries.get(piece.name)
-            if known is not None or (self._exports is not None and piece.name in self._exports):
-                other = known.storage if known is not None else "what the adapter makes of another"
-                raise DeclarationError(f"{piece.name}: rank {self.rank} finds it in {other} and in {name}")
+            dtype = piece.dtype if isinstance(piece, Unproven) else tensor.dtype
+            TensorSpec(piece.name, piece.shape, _dtype_name(dtype))  # refuses a dtype that cannot travel
+            if piece.name in self._entries or piece.name in self._exports:
+                holder = self._entries[piece.name].storage if piece.name in self._entries else "another tensor's export"
+                raise DeclarationError(f"{piece.name}: rank {self.rank} finds it in {holder} and in {name}")
             expected = shapes.get(piece.name)
             if expected is not None and tuple(expected) != piece.shape:
                 raise DeclarationError(
@@ -273,8 +268,7 @@ class DTensorSource:
             if layer is not None:
                 piece = replace(piece, indirect=piece.indirect or MERGED)
             self._entries[piece.name] = _Entry(name, piece, tuple(_parts(piece, placed.blocks)))
-        if self._exports is not None:
-            self._exports.add(name, plain, unproven, placed.mesh)
+        self._exports.add(name, plain, unproven, placed.mesh)
 
     def _cut(self, plain: str, name: str, tensor: torch.Tensor) -> tuple[Piece | Unproven, ...]:
         """The checkpoint tensors that the training tensor `name` holds."""
@@ -326,10 +320,6 @@ def _parts(piece: Piece, blocks: Iterable[Block]) -> Iterable[_Part]:
         if common is not None:
             inner = common.relative_to(block.region).offset
             yield _Part(piece.region_of(common), tuple(a + b for a, b in zip(block.start, inner, strict=True)))
-
-
-def _not_held(tensor: str, rank: int, region: Region) -> DeclarationError:
-    return DeclarationError(f"{tensor}: rank {rank} holds no {region.offset}+{region.extent} in one piece")
 
 
 def _exported(tensor: str, export: Callable[[torch.Tensor], torch.Tensor], stored: torch.Tensor) -> torch.Tensor:

@@ -28,10 +28,11 @@ class Exported:
 class WholeExports:
     """Makes them on refit rank `rank`, which keeps a share of each, so that the ranks together keep one copy.
 
-    One training tensor is whole in memory at a time. Where no mesh places it, every rank's share is all.
+    One training tensor is whole in memory at a time. Where no mesh places it, every rank's share is all. Shares lie
+    where training keeps the shards they follow from. Without an adapter there is nothing to make.
     """
 
-    def __init__(self, rank: int, adapter: AdapterMap) -> None:
+    def __init__(self, rank: int, adapter: AdapterMap | None) -> None:
         self._rank = rank
         self._adapter = adapter
         self._exported: dict[str, Exported] = {}
@@ -48,28 +49,32 @@ class WholeExports:
         for unproven in made:
             self._exported[unproven.name] = Exported(unproven, stored, plain, _share(unproven.shape, mesh, self._rank))
 
-    def make(self, whole_of: Callable[[str], torch.Tensor]) -> None:
-        """Make all, in model order; collective if `whole_of` is. Raises DeclarationError if the adapter changed."""
+    def make(self, whole_of: Callable[[str], torch.Tensor], local_of: Callable[[str], torch.Tensor]) -> None:
+        """Make all, in model order, from whole training tensors; collective if `whole_of` is.
+
+        `local_of` gives this rank's shard of one. Raises DeclarationError if the adapter changed its mind.
+        """
         self._kept = {}
         for stored, members in groupby(self, key=attrgetter("stored")):
-            group = list(members)
+            group, device = list(members), local_of(stored).device
+            assert self._adapter is not None
             made = dict(self._adapter.export(group[0].plain, whole_of(stored)))
             for exported in group:
                 name, value = exported.made.name, made.get(exported.made.name)
                 if value is None or tuple(value.shape) != exported.made.shape or value.dtype != exported.made.dtype:
                     raise DeclarationError(f"{name}: the adapter makes it otherwise than was declared; declare again")
                 for region in exported.share:
-                    self._kept[name, region] = value.detach()[region.slices].clone()
+                    self._kept[name, region] = value.detach()[region.slices].to(device, copy=True)
 
     def release(self) -> None:
         """Drop the values."""
         self._kept = {}
 
-    def view(self, name: str, region: Region) -> torch.Tensor | None:
-        """The elements of `region`, or None when it is in no share. Raises StateError outside `make` and `release`."""
+    def view(self, name: str, region: Region) -> torch.Tensor:
+        """The elements of `region`. Raises DeclarationError for one in no share, StateError outside a refit."""
         share = next((part for part in self._exported[name].share if part.contains(region)), None)
         if share is None:
-            return None
+            raise DeclarationError(f"{name}: rank {self._rank} holds no {region.offset}+{region.extent} in one piece")
         if (name, share) not in self._kept:
             raise StateError(f"{name}: it is made at the start of a refit, and none is under way")
         return self._kept[name, share][region.relative_to(share).slices]

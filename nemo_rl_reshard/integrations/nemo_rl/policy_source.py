@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from nemo_rl_reshard.errors import DeclarationError
 from nemo_rl_reshard.sources.dtensor import DTensorSource
@@ -21,5 +22,10 @@ def source_of_policy(worker: Any, rank: int) -> DTensorSource:
     if not isinstance(model, torch.nn.Module):
         raise DeclarationError(
             f"{type(worker).__name__} of rank {rank} holds no module in `model`; a refit reads a DTensor policy worker"
+        )
+    if dist.is_available() and dist.is_initialized() and dist.get_rank() != rank:
+        raise DeclarationError(
+            f"refit rank {rank} was given to the policy worker of torch.distributed rank {dist.get_rank()}; its "
+            "meshes count in the latter, so trainers must be numbered by it"
         )
     return DTensorSource.from_model(model, rank)
