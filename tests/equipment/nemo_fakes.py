@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -149,6 +148,7 @@ class Engine:
         self.workers = [EngineWorker(rank) for rank in range(num_workers)]
         self.counts = [0]
         self.cache = ["filled by the first weights"]
+        self.encoder_outputs = ["seen through the first weights"]
         self.num_calls = 0
         self.llm_engine = self.output_processor = self
 
@@ -160,6 +160,9 @@ class Engine:
             return False
         self.cache.clear()
         return True
+
+    def reset_encoder_cache(self) -> None:
+        self.encoder_outputs.clear()
 
     def collective_rpc(self, method: str | Callable[..., Any], args: tuple[Any, ...] = ()) -> list[Any]:
         """On every worker at once; arguments arrive as plain values or not at all."""
@@ -206,13 +209,15 @@ class EngineOwner:
         self.llm.counts = list(counts)
 
     def state(self) -> dict[str, Any]:
-        """What its workers hold, by rank, what its prefix cache holds, and its process."""
+        """What its workers hold, by rank, what its caches hold, and how often its workers were called."""
         held = [{name: shards[0][1].clone() for name, shards in worker.shards.items()} for worker in self.llm.workers]
-        return {"held": held, "cache": list(self.llm.cache), "calls": self.llm.num_calls, "pid": os.getpid()}
+        caches = {"cache": list(self.llm.cache), "encoder": list(self.llm.encoder_outputs)}
+        return {"held": held, "calls": self.llm.num_calls, **caches}
 
     def warm_cache(self) -> None:
-        """Serve a prompt, as it were."""
+        """Serve a prompt with an image, as it were."""
         self.llm.cache.append("filled since")
+        self.llm.encoder_outputs.append("seen since")
 
     def load(self, gathered: dict[str, torch.Tensor]) -> bool:
         """NeMo RL's own refit ends so: the engine's loader cuts whole tensors."""
@@ -235,6 +240,9 @@ class AsyncEngineOwner(EngineOwner):
 
     async def reset_prefix_cache_async(self) -> None:
         await self.llm.reset_prefix_cache()
+
+    async def _reset_encoder_cache_after_weight_update(self) -> None:
+        self.llm.encoder_outputs.clear()
 
 
 class NamedPolicyWorker(ReshardPolicyMethods, PolicyWorker):

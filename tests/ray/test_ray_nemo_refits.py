@@ -114,12 +114,13 @@ def test_b66_prefix_caches_are_dropped_unless_updates_are_in_flight(world, attac
     warm = lambda: ray.get([owner.warm_cache.remote() for owner in world.generation.owners], timeout=30)  # noqa: E731
     warm()
     refit(world, 9)
-    assert [state["cache"] for state in world.states()] == [[], []]
+    assert [(state["cache"], state["encoder"]) for state in world.states()] == [([], []), ([], [])]
     warm()
     attach(world.policy, world.generation, world.clusters, world.config(grpo=IN_FLIGHT))
     refit(world, 10)
     kept = [] if not world.is_async else ["filled since"]
     assert [state["cache"] for state in world.states()] == [kept, kept]
+    assert [state["encoder"] for state in world.states()] == [[], []], "as NeMo RL's own refits do"
 
 
 def test_b65_engines_are_found_idle_before_and_after(world, attached):
