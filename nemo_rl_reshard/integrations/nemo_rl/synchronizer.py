@@ -139,13 +139,14 @@ class ReshardWeightSynchronizer:
             self._stale = True
             if self._has_fallen_back:
                 return self._refit_otherwise(timer)
+            self._version += 1
             try:
                 _refuse(kv_scales)
                 with standard_label(timer):
                     report = self._refit()
             except Exception as error:
                 if not self.may_fall_back(error):
-                    self._fail(error, f"refit {self._version} failed, and the engines must not be used")
+                    self._fail(error, f"refit {self._version} failed, the engines must not be used until one succeeds")
                     raise
                 LOG.warning("refit %d failed before anything was written: %s", self._version, error)
                 self.fall_back()
@@ -204,7 +205,6 @@ class ReshardWeightSynchronizer:
     def _refit(self) -> RefitReport:
         """One refit between two proofs that no engine works on requests."""
         controller = self._ready()
-        self._version += 1
         grace_s = self._section.grace_s
         controller.plan()  # builds the world if there is none, which may take long: before engines are found idle
         if not self._in_flight:
