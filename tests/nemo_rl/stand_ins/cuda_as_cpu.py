@@ -15,8 +15,8 @@ import torch
 
 MEMORY_BYTES = 1 << 30
 """What every query for free memory answers."""
-BUFFER_BYTES = 64 << 10
-"""Of NeMo RL's own broadcast: small enough for a small model to take several."""
+BUFFER_BYTES = 4 << 20
+"""Of NeMo RL's own broadcast. A small model fits: vLLM 0.32 refuses a tied head that comes without its embedding."""
 
 _FACTORIES = ("arange", "as_tensor", "empty", "empty_like", "full", "ones", "ones_like", "rand", "randn", "tensor")
 _FACTORIES += ("zeros", "zeros_like")
