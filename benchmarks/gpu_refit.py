@@ -96,7 +96,8 @@ def run_rank(asked: Asked, world: dict[str, Any]) -> dict[str, Any]:
     seconds = []
     for turn in range(3, 3 + asked.repeats):
         report = _refit(live, turn, "off")
-        seconds.append(report["seconds"])
+        # Without the agreement, in which ranks wait for those that still fill their weights.
+        seconds.append(report["seconds"] - report["phases"]["declare"])
     check(live, 2 + asked.repeats)
     woken_s = _fail_once(live, asked, world) if asked.case.fails else 0.0
     live.session.close()
