@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from nemo_rl_reshard.errors import DeclarationError
@@ -160,8 +160,27 @@ def _second(rank: int, size: int) -> dict[str, Found]:
         if rank < size - 1:
             shard_experts_apart(model, dense, experts)
         found[case] = _refits(rank, size, model, model.step, dtype)
+    both = grid((2, 2), ("dp", "tp"))
+    model = Model(SplitAdapter(), lora=True)
+    if rank < size - 1:
+        _shard_lora_over_columns(model, both)
+    found["lora over tp"] = _refits(rank, size, model, model.step, torch.float32)
     found["drifted"] = _drifted(rank, line)
     return found
+
+
+def _shard_lora_over_columns(model: Model, mesh: DeviceMesh) -> None:
+    """Base and one factor by rows over tp and then dp, the other factor whole on tp: three layouts that meet."""
+    for layer in model.model.layers:
+        for owner, placement in (
+            (layer.q_proj, Shard(0)),
+            (layer.q_proj.lora_B, Shard(0)),
+            (layer.q_proj.lora_A, Replicate()),
+        ):
+            placed = distribute_tensor(owner.weight.detach(), mesh["tp"], [placement], src_data_rank=None)
+            owner.weight = nn.Parameter(placed)
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
 
 
 def _drifted(rank: int, mesh: DeviceMesh) -> Found:
@@ -178,7 +197,10 @@ def _drifted(rank: int, mesh: DeviceMesh) -> Found:
             source.prepare()
         except DeclarationError as fault:
             message = str(fault)
-        return {"rows": len(local), "message": message}
+        try:
+            source_of_policy(SimpleNamespace(model=model), rank + 1)
+        except DeclarationError as fault:
+            return {"rows": len(local), "message": message, "misnumbered": str(fault)}
     return {}
 
 
@@ -212,7 +234,9 @@ def test_hugging_face_models_of_the_first_worker(first: list[dict[str, Found]], 
     assert set(first[0][case]["routes"].values()) == {RouteKind.DIRECT}
 
 
-@pytest.mark.parametrize("case", ["ep 2, ep_shard 2", "hsdp, ep 4", "computing", "lora", "lora, computing, hsdp"])
+@pytest.mark.parametrize(
+    "case", ["ep 2, ep_shard 2", "hsdp, ep 4", "computing", "lora", "lora, computing, hsdp", "lora over tp"]
+)
 def test_adapted_models_of_the_second_worker(second: list[dict[str, Found]], case: str) -> None:
     """B19 B25 B53 B58: experts over ep and ep_shard, replicas, buffers, LoRA and computed exports, bit for bit."""
     _assert_engine_holds_what_was_sent(second, case, set())
@@ -222,6 +246,13 @@ def test_adapted_models_of_the_second_worker(second: list[dict[str, Found]], cas
     assert indirect == {f"model.layers.{layer}.{leaf}" for layer in (0, 1) for leaf in computed}
     experts = [name for name in second[0][case]["routes"] if ".experts." in name]
     assert len(experts) == 2 * NUM_EXPERTS * 3
+
+
+def test_a_trainer_numbered_otherwise_than_its_meshes_is_refused(second: list[dict[str, Found]]) -> None:
+    """B14: every worker would declare another worker's shards."""
+    for rank, found in enumerate(second[:4]):
+        expected = f"refit rank {rank + 1} was given to the policy worker of torch.distributed rank {rank};"
+        assert expected in found["drifted"]["misnumbered"]
 
 
 def test_factors_that_changed_since_the_declaration_are_refused(second: list[dict[str, Found]]) -> None:
