@@ -44,7 +44,9 @@ def _adapter(case: str) -> Any:
     module, _, name = case.partition(".")
     moe = SimpleNamespace(n_routed_experts=EXPERTS, moe_inter_dim=INTER, expert_activation="swiglu")
     kind = getattr(import_module(f"{MODELS}.{module}.state_dict_adapter"), name)
-    return kind(SimpleNamespace(), moe, SimpleNamespace(attn="sdpa", dispatcher="torch", experts="torch"), dtype=torch.float32)
+    return kind(
+        SimpleNamespace(), moe, SimpleNamespace(attn="sdpa", dispatcher="torch", experts="torch"), dtype=torch.float32
+    )
 
 
 def _tensors(path: str) -> dict[str, tuple[int, ...]]:
