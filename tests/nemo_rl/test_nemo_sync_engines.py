@@ -1,4 +1,4 @@
-"""Two stock FSDP2 trainers and two stock synchronous engines: every value of refit.backend, and what a failure leaves."""
+"""Stock FSDP2 trainers and stock synchronous engines: every value of refit.backend, and what a failure leaves."""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ SOURCES = sorted(
     path for folder in ("nemo_rl_reshard", "examples", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")
 )
 VAGUE_WORDS = {"utils", "util", "helper", "helpers", "manager", "misc", "common", "info"}
+# What stands in for a foreign package has to carry the names of its modules.
+FOREIGN_NAMES = ROOT / "tests" / "nemo_rl" / "stand_ins" / "site"
 
 
 def _name(path: Path) -> str:
@@ -30,7 +32,8 @@ def test_file_names_are_nouns_of_the_field() -> None:
     vague = [
         _name(path)
         for path in SOURCES
-        if VAGUE_WORDS & {word for part in path.relative_to(ROOT).with_suffix("").parts for word in part.split("_")}
+        if FOREIGN_NAMES not in path.parents
+        and VAGUE_WORDS & {word for part in path.relative_to(ROOT).with_suffix("").parts for word in part.split("_")}
     ]
     assert not vague
 
