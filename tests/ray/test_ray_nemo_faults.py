@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from contextlib import suppress
 from types import ModuleType
 
 import pytest
@@ -42,6 +43,15 @@ def attached(world, **section):
 
 def arm(world, tensor, kind="raise"):
     ray.get(world.generation.owners[1].arm.remote(1, Planned(kind, tensor)), timeout=30)
+
+
+def kill(actor):
+    """Return once the actor is gone: until then it may still answer."""
+    ray.kill(actor)
+    end_s = time.monotonic() + 30
+    with suppress(ray.exceptions.RayActorError):
+        while time.monotonic() < end_s:
+            ray.get(actor.__ray_ready__.remote(), timeout=30)
 
 
 def loop_that_prints(world):
@@ -158,7 +168,7 @@ def test_b61_a_dead_engine_is_named_and_shutting_down_twice_is_safe(world):
     synchronizer = attached(world, on_failure="fall_back")
     world.fill(9)
     synchronizer.sync_weights()
-    ray.kill(world.generation.owners[1])
+    kill(world.generation.owners[1])
     start_s = time.monotonic()
     with pytest.raises(RefitError, match="its actor is gone") as failed:
         synchronizer.sync_weights()
