@@ -104,15 +104,19 @@ class LeftoverMover:
                 self._load(batch, turn, deadline)
         for pending in sending:
             _wait(pending, deadline)
+        if self._transport.device.type != "cpu":
+            # Memory of a GPU is the engine's between refits, and cheap to take again; fresh pages of a host are not.
+            self._sets.clear()
 
     def compare(self, deadline: Deadline, verification: Verification) -> None:
         """Compare the digests of the last run. Raises VerificationError listing every region that differs."""
         self._digests.compare(self._program, self._transport, deadline, verification)
 
     def _allocate(self) -> None:
-        """Once per plan. In each set its largest batch decides: one tensor larger than the bucket enlarges one set."""
+        """Buffers, unless there are. In each set its largest batch decides: one large tensor enlarges one set."""
         if self._sets:
             return
+        self._allocated_bytes = 0
         num_trainers = len(self._program.trainers)
         for turn in range(min(_SETS, len(self._program.batches))):
             batches = self._program.batches[turn::_SETS]

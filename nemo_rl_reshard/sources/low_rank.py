@@ -89,6 +89,7 @@ class Merges:
     def __init__(self) -> None:
         self._layers: dict[str, LowRank] = {}
         self._factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._latest: tuple[str, torch.dtype, torch.Tensor] | None = None
 
     def __contains__(self, weight: object) -> bool:
         return weight in self._layers
@@ -104,8 +105,9 @@ class Merges:
         self._factors = {weight: (whole_of(layer.down), whole_of(layer.up)) for weight, layer in self._layers.items()}
 
     def release(self) -> None:
-        """Drop the factors."""
+        """Drop the factors, and the product."""
         self._factors = {}
+        self._latest = None
 
     def merged(self, weight: str, stored: torch.Tensor, region: Region) -> torch.Tensor:
         """The merged value of `region` of `weight`, whose base value is `stored`; a new tensor beside it.
@@ -114,9 +116,15 @@ class Merges:
         """
         if weight not in self._factors:
             raise StateError(f"{weight}: its LoRA factors are gathered at the start of a refit, and none is under way")
-        down, up = self._factors[weight]
-        if down.device.type == "cpu":
-            down = down.to(stored.device)
-        down, up = (factor.to(device=down.device, dtype=stored.dtype) for factor in (down, up))
-        change = torch.matmul(up, down) * self._layers[weight].scale
+        change = self._change(weight, stored)
         return stored + change[region.slices].to(stored.device)
+
+    def _change(self, weight: str, stored: torch.Tensor) -> torch.Tensor:
+        """What is added to the whole of `weight`. Kept for one layer, whose parts are asked for one after the other."""
+        if self._latest is None or self._latest[:2] != (weight, stored.dtype):
+            down, up = self._factors[weight]
+            if down.device.type == "cpu":
+                down = down.to(stored.device)
+            down, up = (factor.to(device=down.device, dtype=stored.dtype) for factor in (down, up))
+            self._latest = weight, stored.dtype, torch.matmul(up, down) * self._layers[weight].scale
+        return self._latest[2]
