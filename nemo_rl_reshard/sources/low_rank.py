@@ -102,6 +102,7 @@ class Merges:
 
     def gather(self, whole_of: Callable[[str], torch.Tensor]) -> None:
         """Take all factors, in order of the layers; collective if `whole_of` is."""
+        self._latest = None
         self._factors = {weight: (whole_of(layer.down), whole_of(layer.up)) for weight, layer in self._layers.items()}
 
     def release(self) -> None:
