@@ -15,6 +15,8 @@ from nemo_rl_reshard.params.manifest import Side
 
 OPTIONS = {"max_model_len": 128, "dtype": "float32", "block_size": 32}
 GREEDY = {"max_tokens": 12, "temperature": 0.0}
+START_S = 200.0
+"""An actor's first answer waits until its engine has started, which a busy machine draws out."""
 PROMPTS = [[1, 2, 3, 4], [9, 8, 7], list(range(40, 140, 2))]
 """The last one fills whole blocks, so that a prefix cache that outlives its weights shows."""
 
@@ -70,10 +72,10 @@ class EngineMember:
         self.member = Member(name, Side.INFERENCE, tp, self.actor)
 
     def tokens(self) -> list[list[int]]:
-        return ray.get(self.actor.tokens.remote(), timeout=60)
+        return ray.get(self.actor.tokens.remote(), timeout=START_S)
 
     def digests(self) -> list[dict[str, str]]:
-        return ray.get(self.actor.digests.remote(), timeout=60)
+        return ray.get(self.actor.digests.remote(), timeout=START_S)
 
     def gathered_and_sliced(self, folder: Path) -> list[dict[str, str]]:
         return ray.get(self.actor.gathered_and_sliced.remote(str(folder)), timeout=60)
