@@ -8,6 +8,7 @@ from equipment.nemo_fakes import FakeGeneration, FakePolicy
 from nemo_rl_reshard.errors import StateError, TargetError
 from nemo_rl_reshard.integrations.nemo_rl.engine_rank import forget_old_weights, num_unfinished, perform_on_engine
 from nemo_rl_reshard.integrations.nemo_rl.members import members_of
+from nemo_rl_reshard.integrations.nemo_rl.policy_rank import perform_on_policy
 from nemo_rl_reshard.orchestration.world import Seating
 
 LAYOUTS = {
@@ -74,3 +75,16 @@ def test_no_actor_is_asked_without_ray():
     for member in (trainer, engine):
         with pytest.raises(StateError, match="Ray is shut down"):
             member.submit("close", [{"rank": 0}])
+
+
+def test_a_decorated_actor_that_takes_no_positional_arguments_is_reached(monkeypatch):
+    """Ray reads a decorator's `*args, **kwargs` without the first of them, as `self`, and refuses positional ones."""
+    monkeypatch.setattr("nemo_rl_reshard.integrations.nemo_rl.members.require_ray", lambda: None)
+
+    class Decorated:
+        def remote(self, **named):
+            return named
+
+    trainer = members_of(FakePolicy([SimpleNamespace(__ray_call__=Decorated())]), FakeGeneration([], [], {}))[0][0]
+    asked = trainer.submit("refit", [{"rank": 0}])
+    assert asked == {"fn": perform_on_policy, "operation": "refit", "arguments": [{"rank": 0}]}

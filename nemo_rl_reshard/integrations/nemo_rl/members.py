@@ -32,10 +32,14 @@ class StockMember(Member):
         """Whether the actor runs a function on its own instance when asked to."""
         return hasattr(self.handle, "__ray_call__")
 
-    def on_actor(self, function: Callable[..., Any], *arguments: Any) -> ObjectRef[Any]:
-        """Start `function(instance, *arguments)` in the actor. Raises StateError if Ray was shut down."""
+    def on_actor(self, function: Callable[..., Any], **arguments: Any) -> ObjectRef[Any]:
+        """Start `function(instance, **arguments)` in the actor. Raises StateError if Ray was shut down.
+
+        By keyword alone: a decorator around an actor's methods that does not keep their signatures makes Ray refuse
+        positional arguments, and NeMo RL has such decorators.
+        """
         require_ray()
-        reference: ObjectRef[Any] = self.handle.__ray_call__.remote(function, *arguments)
+        reference: ObjectRef[Any] = self.handle.__ray_call__.remote(fn=function, **arguments)
         return reference
 
 
@@ -53,7 +57,7 @@ class PolicyMember(StockMember):
         if self.has_methods:
             require_ray()
             return super().submit(operation, arguments)
-        return self.on_actor(perform_on_policy, operation, list(arguments))
+        return self.on_actor(perform_on_policy, operation=operation, arguments=list(arguments))
 
 
 @dataclass(frozen=True)
