@@ -28,6 +28,14 @@ def peer_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "refit-rendezvous-peer"}
 
 
+def num_peers_left(others: set[threading.Thread], wanted: int) -> int:
+    """Peer threads beside `others`, once there are no more than `wanted`, or after 30 s."""
+    end_s = time.monotonic() + 30
+    while len(peer_threads() - others) > wanted and time.monotonic() < end_s:
+        threading.Event().wait(PATIENCE_S)
+    return len(peer_threads() - others)
+
+
 def strangers(stack: ExitStack, server: RendezvousServer, count: int) -> list[socket.socket]:
     return [stack.enter_context(socket.create_connection(server.address, timeout=30)) for _ in range(count)]
 
@@ -54,10 +62,7 @@ def test_a_rank_gets_in_behind_a_flood_of_strangers_that_say_nothing(server: Ren
         for stranger in silent[: 9 * ROOM]:
             until_dropped(stranger)
         # Two members. A thread whose connection was closed under it may still be on its way out.
-        end_s = time.monotonic() + 30
-        while len(peer_threads() - others) > ROOM + 2 and time.monotonic() < end_s:
-            threading.Event().wait(PATIENCE_S)
-        assert len(peer_threads() - others) <= ROOM + 2
+        assert num_peers_left(others, ROOM + 2) <= ROOM + 2
 
 
 def test_nobody_is_shown_out_while_there_is_room(server: RendezvousServer) -> None:
@@ -90,12 +95,13 @@ def test_many_ranks_at_once_all_get_in() -> None:
 
 
 def test_closing_does_not_wait_for_a_full_lobby() -> None:
+    others = peer_threads()
     server = RendezvousServer("127.0.0.1", TOKEN, handshake_s=60, lobby=Lobby(1, 60))
     with ExitStack() as stack:
         strangers(stack, server, 3)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(server.close).result(10)
-    assert not peer_threads()
+    assert num_peers_left(others, 0) == 0
 
 
 def test_a_lobby_without_room_is_a_mistake() -> None:
