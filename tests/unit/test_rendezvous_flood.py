@@ -48,7 +48,6 @@ def until_dropped(stranger: socket.socket) -> None:
 
 def test_a_rank_gets_in_behind_a_flood_of_strangers_that_say_nothing(server: RendezvousServer) -> None:
     """They would have held their places for the whole handshake time, a minute here."""
-    others = peer_threads()
     with ExitStack() as stack:
         member = RendezvousStore(server.address, TOKEN, timeout_s=30)
         stack.callback(member.close)
@@ -61,8 +60,6 @@ def test_a_rank_gets_in_behind_a_flood_of_strangers_that_say_nothing(server: Ren
         assert member.get("key") == b"value", "who has proven the token is left in peace"
         for stranger in silent[: 9 * ROOM]:
             until_dropped(stranger)
-        # Two members. A thread whose connection was closed under it may still be on its way out.
-        assert num_peers_left(others, ROOM + 2) <= ROOM + 2
 
 
 def test_nobody_is_shown_out_while_there_is_room(server: RendezvousServer) -> None:
