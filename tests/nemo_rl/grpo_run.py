@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import grpo_task
+import ray
 import torch
 from nemo_rl.algorithms.grpo import MasterConfig, async_grpo_train, grpo_train, setup
 from nemo_rl.algorithms.utils import get_tokenizer
@@ -87,11 +91,12 @@ class Run:
     parts: tuple[Any, ...] = field(repr=False)
 
     @classmethod
-    def set_up(cls, recipe: Recipe, checkout: Path) -> Run:
+    def set_up(cls, recipe: Recipe, checkout: Path, family: str) -> Run:
+        """`family` is that of grpo_task.model."""
         grpo_task.register()
         # NeMo RL starts these actors in environments that it builds from the network; here one environment serves all.
         ACTOR_ENVIRONMENT_REGISTRY.update(dict.fromkeys(ACTOR_ENVIRONMENT_REGISTRY, PY_EXECUTABLES.SYSTEM))
-        grpo_task.write_model(recipe.model, seed=0)
+        grpo_task.write_model(recipe.model, family, seed=0)
         grpo_task.write_prompts(recipe.model.parent / "prompts.jsonl", PROMPTS * 8)
         config = recipe.master_config(checkout)
         tokenizer = get_tokenizer(config.policy["tokenizer"])
@@ -122,12 +127,14 @@ class Run:
 
     def train(self) -> None:
         """NeMo RL's synchronous loop."""
-        grpo_train(*self._arguments())
+        with _this_ray():
+            grpo_train(*self._arguments())
 
     def train_async(self) -> None:
         """NeMo RL's asynchronous loop; at its end it shuts all workers down."""
         ages = self.config.grpo.async_grpo.max_trajectory_age_steps
-        async_grpo_train(*self._arguments(), max_trajectory_age_steps=ages)
+        with _this_ray():
+            async_grpo_train(*self._arguments(), max_trajectory_age_steps=ages)
 
     def _arguments(self) -> tuple[Any, ...]:
         policy, generation, _, _, dataloader, val_dataloader, loss, logger, checkpointer, state, config, *_ = self.parts
@@ -140,6 +147,11 @@ class Run:
         self.policy.shutdown()
         for cluster in self.clusters:
             cluster.shutdown()
+
+
+def _this_ray() -> AbstractContextManager[Any]:
+    """The loops ask Ray for memory statistics, and Ray then looks for a single cluster on this machine unless told."""
+    return patch.dict(os.environ, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
 
 
 def logged(folder: Path) -> dict[str, dict[int, float]]:

@@ -18,7 +18,7 @@ from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.utils import ENV_REGISTRY, register_env
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 NAME = "kinds"
 LENGTH = 8
@@ -35,17 +35,18 @@ VOCABULARY = 256 + len(NO_BYTES)
 shards of all tensor-parallel ranks to be equal."""
 
 
-def write_model(folder: Path, seed: int) -> Path:
+def write_model(folder: Path, family: str, seed: int) -> Path:
     """A checkpoint folder of `model` with random weights and its byte tokenizer."""
     torch.manual_seed(seed)
-    model().save_pretrained(folder)
+    model(family).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
 
 
-def model() -> Qwen3ForCausalLM:
-    """A small Qwen3."""
-    config = Qwen3Config(
+def model(family: str) -> PreTrainedModel:
+    """A small one of `family`, "qwen2" or "qwen3"."""
+    config = AutoConfig.for_model(
+        family,
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=192,
@@ -60,7 +61,7 @@ def model() -> Qwen3ForCausalLM:
         eos_token_id=END,
         dtype="float32",
     )
-    return Qwen3ForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

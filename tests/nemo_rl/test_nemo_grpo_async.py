@@ -23,6 +23,9 @@ from nemo_rl_reshard.errors import RefitError
 from nemo_rl_reshard.integrations.nemo_rl.attach import attach
 from nemo_rl_reshard.integrations.nemo_rl.synchronizer import ReshardWeightSynchronizer
 
+pytestmark = pytest.mark.timeout(900)
+
+FAMILY = "qwen3"
 STEPS = 4
 FAULTY = "model.layers.1.mlp.down_proj.weight"
 Weights = dict[str, torch.Tensor]
@@ -83,7 +86,7 @@ def running(folder: Path, checkout: Path) -> Iterator[tuple[Run, ReshardWeightSy
         is_async=True,
         others={"grpo.async_grpo.enabled": True, "loss_fn.use_importance_sampling_correction": True},
     )
-    started = Run.set_up(recipe, checkout)
+    started = Run.set_up(recipe, checkout, FAMILY)
     try:
         attached = attach(started.policy, started.generation, started.clusters, started.config, logger=started.logger)
         assert attached is not None
@@ -142,7 +145,7 @@ def test_the_first_refits_failure_is_raised_though_the_loop_prints_it_and_return
 
 def _log_probabilities(weights: Weights, batch: Batch) -> torch.Tensor:
     """Of every token given those before it, by the plain model; 0 for the first."""
-    model = grpo_task.model()
+    model = grpo_task.model(FAMILY)
     model.load_state_dict(weights)
     with torch.no_grad():
         logits = model.eval()(batch.tokens).logits[:, :-1]
