@@ -73,7 +73,8 @@ def scalars(run: Run) -> dict[str, dict[int, float]]:
 def test_the_reward_rises(scalars: dict[str, dict[int, float]]) -> None:
     reward = scalars["train/reward"]
     assert list(reward) == list(range(1, STEPS + 1))
-    assert max(reward[LEFT_OUT - 1], reward[STEPS]) >= reward[1] + 0.15
+    # Whoever trains on answers of older weights, as in step LEFT_OUT, may well lose what was won.
+    assert reward[LEFT_OUT - 1] >= reward[1] + 0.15
 
 
 def test_both_sides_agree_on_every_answer_after_a_refit_and_not_without_one(
@@ -83,11 +84,11 @@ def test_both_sides_agree_on_every_answer_after_a_refit_and_not_without_one(
     assert list(gaps) == list(range(1, STEPS + 1))
     stale = gaps.pop(LEFT_OUT)
     assert max(gaps.values()) <= MAX_GAP
-    assert stale >= 100 * max(gaps.values())
+    assert stale >= 1000 * max(gaps.values())
     # NeMo RL's own figures say the same: the mean of exp(|difference|), and a divergence.
     error = dict(scalars["train/token_mult_prob_error"])
     divergence = dict(scalars["train/gen_kl_error"])
-    assert error.pop(LEFT_OUT) > 1 + 100 * MAX_GAP
+    assert error.pop(LEFT_OUT) > 1 + 1000 * MAX_GAP
     assert max(error.values()) < 1 + 2 * MAX_GAP
     assert divergence.pop(LEFT_OUT) > 100 * max(divergence.values())
 
