@@ -114,7 +114,8 @@ class InferenceEngine(ServedRanks):
         for argument, process in zip(arguments, self._processes, strict=True):
             pid = process["pid"]
             if pid in deaths:
-                fault = Fault(DIED, f"engine worker process {pid} ended with exit code {deaths[pid]}")
+                code = "unknown" if deaths[pid] is None else deaths[pid]
+                fault = Fault(DIED, f"engine worker process {pid} ended with exit code {code}")
             elif deaths:
                 fault = Fault("RefitAbortedError", "stopped with its engine, which lost a worker")
             else:

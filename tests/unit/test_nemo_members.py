@@ -70,7 +70,8 @@ def test_b66_a_prefix_cache_that_stays_is_an_error():
         forget_old_weights(SimpleNamespace(llm=stays))
 
 
-def test_no_actor_is_asked_without_ray():
+def test_no_actor_is_asked_without_ray(monkeypatch):
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     (trainer,), (engine,) = seated(1, 1, 1, 1)
     for member in (trainer, engine):
         with pytest.raises(StateError, match="Ray is shut down"):

@@ -125,4 +125,6 @@ def test_b71_what_runs_in_an_engine_worker_needs_neither_ray_nor_pydantic_nor_th
 
 
 def _parameters(function: Any) -> list[tuple[str, Any]]:
-    return [(each.name, each.default) for each in inspect.signature(function).parameters.values()]
+    """Without what Ray adds to a method, for tracing, once an actor was made of its class."""
+    parameters = inspect.signature(function).parameters.values()
+    return [(each.name, each.default) for each in parameters if not each.name.startswith("_ray")]
