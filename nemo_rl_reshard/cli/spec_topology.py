@@ -7,11 +7,13 @@ from typing import Any
 
 from nemo_rl_reshard.cli.spec_fields import Fields, is_whole, nearest
 from nemo_rl_reshard.errors import FaultList
-from nemo_rl_reshard.topology import MACHINES, Topology, from_preset
+from nemo_rl_reshard.topology import MACHINES, Topology, from_preset, in_rank_order
 
 _KEYS = (
     "preset",
+    "domain_size",
     "domains",
+    "ranks_per_nic",
     "network_gb_per_s",
     "fast_gb_per_s",
     "network_latency_s",
@@ -25,7 +27,7 @@ def read_topology(plain: Any, sides: Sequence[Sequence[int]], faults: FaultList)
     """The topology of a spec whose sides have the given ranks. Faults are noted; defaults stand in for what is wrong.
 
     Without a section every rank is a domain of its own. A preset groups each side's ranks, in rank order, into domains
-    of its size; explicit domains and rates, given beside it, take the place of its own.
+    of its size, or of `domain_size`; explicit domains and rates, given beside it, take the place of its own.
     """
     if plain is None:
         return Topology()
@@ -33,13 +35,9 @@ def read_topology(plain: Any, sides: Sequence[Sequence[int]], faults: FaultList)
         faults.add(f"topology: must be a mapping with a preset or domains; got {plain!r}")
         return Topology()
     fields = Fields(plain, "topology", faults, _KEYS)
-    nominal = Topology()
-    if "preset" in fields:
-        name = str(plain["preset"])
-        if name in MACHINES:
-            nominal = from_preset(name, sides)
-        else:
-            fields.fault(f"unknown preset {plain['preset']!r}; {nearest(name, MACHINES)}", "preset")
+    nominal = _read_nominal(fields, sides, _read_count(fields, "domain_size"))
+    if "domains" in fields and "domain_size" in fields:
+        fields.fault("give domains, or the size that each side's ranks fill, not both", "domain_size")
     domains = _read_domains(fields) if "domains" in fields else nominal.domains
     efficiency = fields.positive("wire_efficiency", nominal.wire_efficiency)
     if efficiency > 1:
@@ -54,7 +52,32 @@ def read_topology(plain: Any, sides: Sequence[Sequence[int]], faults: FaultList)
         fast_latency_s=fields.positive("fast_latency_s", nominal.fast_latency_s),
         memory_bytes_per_s=fields.positive("memory_gb_per_s", nominal.memory_bytes_per_s / 1e9) * 1e9,
         wire_efficiency=efficiency,
+        ranks_per_nic=_read_count(fields, "ranks_per_nic") or nominal.ranks_per_nic,
     )
+
+
+def _read_nominal(fields: Fields, sides: Sequence[Sequence[int]], domain_size: int | None) -> Topology:
+    """The preset's topology, or the default one with domains of `domain_size`."""
+    if "preset" not in fields:
+        return Topology() if domain_size is None else Topology(in_rank_order(sides, domain_size))
+    name = str(fields.plain["preset"])
+    if name not in MACHINES:
+        fields.fault(f"unknown preset {fields.plain['preset']!r}; {nearest(name, MACHINES)}", "preset")
+        return Topology()
+    largest = MACHINES[name].largest_domain
+    if domain_size is not None and largest is not None and domain_size > largest:
+        fields.fault(f"{domain_size} is more than the {largest} ranks that a domain of {name} has", "domain_size")
+        domain_size = None
+    return from_preset(name, sides, domain_size)
+
+
+def _read_count(fields: Fields, key: str) -> int | None:
+    """A whole number of at least 1; None when it is absent or (with a fault noted) wrong."""
+    value = fields.plain.get(key)
+    if key not in fields or (is_whole(value) and value >= 1):
+        return value
+    fields.fault(f"{value!r} is not a whole number of ranks, 1 or more", key)
+    return None
 
 
 def _read_domains(fields: Fields) -> tuple[tuple[int, ...], ...]:

@@ -105,13 +105,25 @@ def test_rates_are_in_units_of_1e9_bytes_and_override_a_preset() -> None:
     assert found.domains == ((0, 1), (9,))
 
 
-@pytest.mark.parametrize(("preset", "size"), [("dgx-h100", 8), ("gb200-nvl72", 72)])
+@pytest.mark.parametrize(("preset", "size"), [("dgx-h100", 8), ("gb200-nvl72", 64)])
 def test_presets_cut_each_side_into_domains_of_their_size(preset: str, size: int) -> None:
     count = size + 3
     source = {"ranks": list(range(count)), "placements": ["S(0)"]}
     target = {"ranks": list(range(count, 2 * count)), "placements": ["S(0)"]}
     domains = read(source, target, [count, 1], topology={"preset": preset}).topology.domains
     assert [len(domain) for domain in domains] == [size, 3, size, 3]
+
+
+def test_the_size_of_domains_and_who_shares_a_nic_can_be_given() -> None:
+    source = {"ranks": [0, 1, 2, 3], "placements": ["S(0)"]}
+    target = {"ranks": [4, 5, 6], "placements": ["S(0)"]}
+    sized = read(
+        source, target, [12], topology={"preset": "gb200-nvl72", "domain_size": 2, "ranks_per_nic": 2}
+    ).topology
+    assert (sized.domains, sized.ranks_per_nic) == (((0, 1), (2, 3), (4, 5), (6,)), 2)
+    assert sized.fast_bytes_per_s == 900e9
+    assert read(source, target, [12], topology={"domain_size": 3}).topology.domains == ((0, 1, 2), (3,), (4, 5, 6))
+    assert read(source, target, [12], topology={"preset": "one-host"}).topology.domains == (tuple(range(7)),)
 
 
 def test_sizes_of_buckets_and_messages_can_be_given() -> None:
