@@ -36,6 +36,7 @@ SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A refit spec, YA
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="OUT", help="Write the result as JSON.", callback=writable)
 ]
+PictureFile = Annotated[Path | None, typer.Option("--plot", metavar="PNG", help="Draw a picture of the result.")]
 
 
 @app.command()
@@ -43,11 +44,14 @@ def plan(
     spec: SpecFile,
     json: JsonFile = None,
     transfers: Annotated[bool, typer.Option("--transfers", help="Also list every transfer.")] = False,
+    plot: PictureFile = None,
 ) -> None:
     """Plan a refit and say what moves where, how long it should take, and how near that is to the floor."""
+    if plot is not None:
+        require("matplotlib")
     from nemo_rl_reshard.cli.run_plan import run_plan
 
-    run_plan(spec, json, Console(), with_transfers=transfers)
+    run_plan(spec, json, Console(), with_transfers=transfers, picture=plot)
 
 
 @app.command()

@@ -6,44 +6,29 @@ from collections.abc import Sequence
 from math import nan
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from nemo_rl_reshard.cli.plot_style import (
+    BLUE,
+    FAINT,
+    GREEN,
+    INK,
+    ORANGE,
+    PHASE_COLOURS,
+    PINK,
+    SKY,
+    VERMILION,
+    write_figure,
+)
 from nemo_rl_reshard.cli.quantities import seconds_text
 from nemo_rl_reshard.cli.run_records import PHASES, RunRecord
-from nemo_rl_reshard.errors import ConfigError
 
-# Colour-blind safe (Okabe and Ito), ordered so that neighbouring phases differ in lightness too.
-PHASE_COLOURS = {
-    "declare": "#999999",
-    "pack": "#E69F00",
-    "network": "#0072B2",
-    "exchange": "#56B4E9",
-    "leftover": "#D55E00",
-    "install": "#009E73",
-    "verify": "#CC79A7",
-}
-RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+RUN_COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY)
 SLIVER = 0.005
 """Phases below this share of the longest refit would be invisible, and are left out of picture and legend."""
-INK, FAINT = "#222222", "#d9d9d9"
-STYLE: Any = {
-    "font.size": 10,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-}
 
 
 def draw(records: Sequence[RunRecord], path: Path) -> None:
@@ -52,17 +37,13 @@ def draw(records: Sequence[RunRecord], path: Path) -> None:
     Raises ConfigError if it cannot be written.
     """
     labels = _labels(records)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(11, 3.4 + 0.35 * len(records)), layout="constrained")
-        FigureCanvasAgg(figure)
+
+    def fill(figure: Figure) -> None:
         by_step, by_phase = figure.subplots(1, 2, gridspec_kw={"width_ratios": [1.15, 1]})
         _draw_steps(by_step, records, labels)
         _draw_phases(by_phase, records, labels)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, format="png", dpi=150, metadata={"Software": None})
-        except OSError as fault:
-            raise ConfigError(f"--plot {path}: cannot be written: {fault.strerror}") from fault
+
+    write_figure(path, (11, 3.4 + 0.35 * len(records)), fill)
 
 
 def _labels(records: Sequence[RunRecord]) -> list[str]:

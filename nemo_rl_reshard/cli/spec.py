@@ -1,17 +1,17 @@
-"""A refit spec: the explicit-tensors form of docs/reference.md, read from YAML or JSON, all faults at once."""
+"""A refit spec, read from YAML or JSON, all faults at once; this file reads the form with explicit tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_reshard.cli.refit_spec import RefitSpec, check_buckets, faults_in, read_options, read_policy
 from nemo_rl_reshard.cli.spec_fields import Fields, is_whole, nearest
 from nemo_rl_reshard.cli.spec_side import read_side
 from nemo_rl_reshard.cli.spec_text import read_plain
 from nemo_rl_reshard.cli.spec_topology import read_topology
-from nemo_rl_reshard.errors import ConfigError, DeclarationError, FaultList, PlanError
+from nemo_rl_reshard.errors import ConfigError, DeclarationError, FaultList
 from nemo_rl_reshard.layout import Region, TensorLayout
 from nemo_rl_reshard.layout.tiling import gaps
 from nemo_rl_reshard.params.catalog import Catalog
@@ -21,49 +21,35 @@ from nemo_rl_reshard.params.match import check_match
 from nemo_rl_reshard.params.routing import Route, RouteKind, RoutePolicy, decide_routes
 from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.plan.plan import PlanOptions
-from nemo_rl_reshard.topology import Topology
+
+__all__ = ["RefitSpec", "parse_spec", "read_spec"]
 
 _KEYS = ("tensors", "topology", "route", "colocated", "bucket_bytes", "message_bytes")
-_MOST_BUCKETS = 1 << 16  # of one tensor: 4 TiB in buckets of the default size
-
-
-@dataclass(frozen=True)
-class RefitSpec:
-    """What `plan`, `verify` and `bench` work on. The catalogs hold the same tensors in the same order."""
-
-    source: Catalog
-    target: Catalog
-    routes: Mapping[str, Route]
-    topology: Topology
-    options: PlanOptions
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what all ranks of both sides hold or need, together."""
-        return sum(
-            catalog.specs[name].item_size * sum(region.numel for _, regions in layout.held for region in regions)
-            for catalog in (self.source, self.target)
-            for name, layout in catalog.layouts.items()
-        )
 
 
 def read_spec(path: Path) -> RefitSpec:
     """Read a spec file. Raises ConfigError listing every fault with tensor, rank and field."""
     plain, repeated = read_plain(path)
-    return parse_spec(plain, str(path), repeated)
+    return parse_spec(plain, str(path), repeated, path.parent)
 
 
-def parse_spec(plain: Any, name: str = "refit spec", repeated: list[str] | None = None) -> RefitSpec:
-    """Read a spec from plain values; `repeated` are faults found while they were read. Raises as `read_spec`."""
+def parse_spec(
+    plain: Any, name: str = "refit spec", repeated: list[str] | None = None, folder: Path | None = None
+) -> RefitSpec:
+    """Read a spec from plain values; `repeated` are faults found while they were read. Raises as `read_spec`.
+
+    `folder` is where files that it names are looked for first.
+    """
     faults = FaultList(name, ConfigError)
     faults.extend(repeated or [])
     if not isinstance(plain, dict):
-        raise ConfigError(f"{name}: must be a mapping with a list of tensors; got {type(plain).__name__}")
-    if "model" in plain and "tensors" not in plain:
         raise ConfigError(
-            f"{name}: model: a spec by model and parallel sizes is not supported by this version; "
-            "explicit tensors are: give `tensors:` with a source and a target layout for each"
+            f"{name}: must be a mapping with a list of tensors, or a model and two sides; got {type(plain).__name__}"
         )
+    if "model" in plain and "tensors" not in plain:
+        from nemo_rl_reshard.cli.spec_model import parse_model_spec
+
+        return parse_model_spec(plain, faults, folder)
     fields = Fields(plain, "", faults, _KEYS)
     tensors = _Tensors(faults)
     listed = [] if fields.lacks("tensors", "a list of tensors") else plain["tensors"]
@@ -76,8 +62,8 @@ def parse_spec(plain: Any, name: str = "refit spec", repeated: list[str] | None 
     if not colocated:
         tensors.check_disjoint()
     topology = read_topology(plain.get("topology"), (sorted(tensors.sources), sorted(tensors.targets)), faults)
-    policy = _read_policy(plain.get("route", RoutePolicy.FFN), faults)
-    options = _read_options(fields)
+    policy = read_policy(plain.get("route", RoutePolicy.FFN), faults)
+    options = read_options(fields)
     source, target = tensors.catalogs()
     routes: Mapping[str, Route] = {}
     try:
@@ -85,7 +71,7 @@ def parse_spec(plain: Any, name: str = "refit spec", repeated: list[str] | None 
         check_match(source, target, colocated=True)
         routes = decide_routes(source, target, policy)
     except DeclarationError as fault:
-        faults.extend(str(fault).split("\n  - ")[1:])
+        faults.extend(faults_in(fault))
     tensors.check_cover(routes)
     tensors.check_sizes(options)
     faults.raise_if_any()
@@ -187,13 +173,7 @@ class _Tensors:
 
     def check_sizes(self, options: PlanOptions) -> None:
         """Note every tensor that would be cut into so many buckets that planning would not end."""
-        most = _MOST_BUCKETS * options.bucket_bytes
-        for spec, _, _ in self._sound:
-            if spec.nbytes > most:
-                self._faults.add(
-                    f"tensor {spec.name!r}.shape: {spec.nbytes} bytes are more than {_MOST_BUCKETS} buckets of "
-                    f"{options.bucket_bytes}; raise bucket_bytes"
-                )
+        check_buckets((spec for spec, _, _ in self._sound), options, self._faults)
 
 
 def _ranks_named(plain: Any) -> list[int]:
@@ -222,29 +202,3 @@ def _read_dtype(fields: Fields) -> str | None:
         fields.fault(f"unknown dtype {dtype!r}; {nearest(str(dtype), ITEM_SIZE)}", "dtype")
         return None
     return dtype
-
-
-def _read_policy(value: Any, faults: FaultList) -> RoutePolicy:
-    known = [str(policy) for policy in RoutePolicy]
-    if value not in known:
-        faults.add(f"route: unknown route {value!r}; {nearest(str(value), known)}")
-        return RoutePolicy.FFN
-    return RoutePolicy(value)
-
-
-def _read_options(fields: Fields) -> PlanOptions:
-    sizes: dict[str, int] = {}
-    for key in ("bucket_bytes", "message_bytes"):
-        if key not in fields:
-            continue
-        value = fields.plain[key]
-        if not is_whole(value):
-            fields.fault(f"{value!r} is not a whole number of bytes", key)
-            continue
-        try:
-            PlanOptions(**{key: value})
-        except PlanError as fault:
-            fields.fault(str(fault), key)
-        else:
-            sizes[key] = value
-    return PlanOptions(**sizes)

@@ -181,11 +181,6 @@ def test_unmerged_lora_names_are_refused() -> None:
     assert name in faults[0]
 
 
-def test_a_model_spec_is_refused_with_what_works_instead() -> None:
-    with pytest.raises(ConfigError, match="explicit tensors"):
-        parse_spec({"model": {"preset": "deepseek-v3"}, "source": {}, "target": {}})
-
-
 @pytest.mark.parametrize("plain", [None, [], "text", 3])
 def test_what_is_no_mapping_is_refused(plain: Any) -> None:
     with pytest.raises(ConfigError, match="must be a mapping"):
