@@ -45,13 +45,32 @@ def plan(
     json: JsonFile = None,
     transfers: Annotated[bool, typer.Option("--transfers", help="Also list every transfer.")] = False,
     plot: PictureFile = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option("--sweep", metavar="LAYOUTS", help="Rank layouts instead: a file that lists them, or auto."),
+    ] = None,
 ) -> None:
     """Plan a refit and say what moves where, how long it should take, and how near that is to the floor."""
     if plot is not None:
         require("matplotlib")
+    if sweep is not None:
+        from nemo_rl_reshard.cli.sweep import run_sweep
+
+        run_sweep(spec, sweep, json, plot, Console())
+        return
     from nemo_rl_reshard.cli.run_plan import run_plan
 
     run_plan(spec, json, Console(), with_transfers=transfers, picture=plot)
+
+
+@app.command()
+def simulate(spec: SpecFile, json: JsonFile = None, plot: PictureFile = None) -> None:
+    """Simulate a refit by this plan beside three designs that are in use: how long each takes, and why."""
+    if plot is not None:
+        require("matplotlib")
+    from nemo_rl_reshard.cli.run_simulate import run_simulate
+
+    run_simulate(spec, json, plot, Console())
 
 
 @app.command()

@@ -15,8 +15,7 @@ import torch
 from nemo_rl_reshard.cli.explicit_rank import ExplicitRank, LiveRank, explicit_ranks
 from nemo_rl_reshard.cli.line_rate import LineRate
 from nemo_rl_reshard.cli.rank_processes import run_ranks
-from nemo_rl_reshard.cli.requirements import require_memory
-from nemo_rl_reshard.cli.spec import RefitSpec
+from nemo_rl_reshard.cli.refit_spec import RefitSpec, require_room_for
 from nemo_rl_reshard.errors import ConfigError, VerificationError
 from nemo_rl_reshard.layout.tiling import volume
 from nemo_rl_reshard.params.routing import Route, RouteKind
@@ -72,7 +71,7 @@ def bench_spec(
     """
     if repeats < 5:
         raise ValueError(f"medians need at least 5 repeats, not {repeats}")
-    require_memory(spec.nbytes)
+    require_room_for(spec)
     leftover = {name: Route(RouteKind.LEFTOVER, "baseline: every tensor") for name in spec.target.specs}
     plans = {
         RESHARD: make_plan(spec.source, spec.target, spec.routes, spec.topology, spec.options),

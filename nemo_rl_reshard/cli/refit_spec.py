@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl_reshard.cli.requirements import require_memory, require_room
 from nemo_rl_reshard.cli.spec_fields import Fields, is_whole, nearest
 from nemo_rl_reshard.errors import FaultList, PlanError
 from nemo_rl_reshard.params.catalog import Catalog
@@ -26,6 +27,7 @@ class Described:
     target: str
     topology: str
     assumptions: tuple[str, ...] = ()
+    architecture: str | None = None
 
     @property
     def title(self) -> str:
@@ -51,6 +53,14 @@ class RefitSpec:
     def nbytes(self) -> int:
         """Bytes of what all ranks of both sides hold or need, together."""
         return sum(sum(held_bytes(catalog).values()) for catalog in (self.source, self.target))
+
+
+def require_room_for(spec: RefitSpec) -> None:
+    """Raise EnvironmentLacksError where this machine cannot really run the ranks of `spec`, and say what it lacks."""
+    if spec.described is None:
+        require_memory(spec.nbytes)
+    else:
+        require_room(spec.nbytes, len({*spec.source.ranks, *spec.target.ranks}))
 
 
 def held_bytes(catalog: Catalog) -> dict[int, int]:

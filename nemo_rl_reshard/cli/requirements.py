@@ -153,8 +153,8 @@ PROBES: Mapping[str, Probe] = MappingProxyType(
         "ray": _package("ray", "ray", "trainer and inference actors", _DRIVER),
         "pydantic": _package("pydantic", "pydantic", "the refit section of a configuration", _DRIVER),
         "omegaconf": _package("omegaconf", "omegaconf", "the GRPO example", _CPU),
-        "matplotlib": _package("matplotlib", "matplotlib", "the picture of compare", _DRIVER),
-        "transformers": _package("transformers", "transformers", "the GRPO example", _CPU),
+        "matplotlib": _package("matplotlib", "matplotlib", "pictures", _DRIVER),
+        "transformers": _package("transformers", "transformers", "specs by model, the GRPO example", _CPU),
         "tensorboard": _package("tensorboard", "tensorboard", "TensorBoard events of the GRPO example", _CPU),
         "cuda": _cuda,
         "nccl": _nccl,
@@ -174,6 +174,23 @@ def require(*names: str) -> None:
             for finding in lacking
         ]
         raise EnvironmentLacksError("\n  - ".join(["this environment lacks what is needed", *lines]))
+
+
+_RANKS_PER_CORE = 32
+
+
+def require_room(nbytes: int, num_ranks: int) -> None:
+    """Raise EnvironmentLacksError where the ranks of a spec by model are more than this machine can stand in for.
+
+    Said now, not by a killed process: it takes memory for what they hold, and a core for every 32 of them.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if num_ranks > _RANKS_PER_CORE * cores:
+        raise EnvironmentLacksError(
+            f"cores: this spec has {num_ranks} ranks, and the {cores} cores of this machine can stand in for "
+            f"{_RANKS_PER_CORE * cores}; plan and simulate take it as it is, a real run needs fewer ranks"
+        )
+    require_memory(nbytes)
 
 
 def require_memory(nbytes: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ def parse_model_spec(
     """
     fields = Fields(plain, "", faults, _KEYS)
     if model is None:
-        model = _laid_out(lambda: read_model(_located(plain["model"], folder)), "model", faults)
+        model = _laid_out(lambda: model_of(plain, folder), "model", faults)
     trainers = engines = None
     if not fields.lacks("source", f"a side with a backend ({' or '.join(SOURCES)}), world and parallel sizes"):
         trainers = read_parallel(plain["source"], "source", SOURCES, faults)
@@ -65,9 +65,19 @@ def parse_model_spec(
         target=engines.text,
         topology=_topology_text(plain.get("topology"), topology),
         assumptions=model.assumptions,
+        architecture=model.architecture,
     )
     routes = decide_routes(source, target, policy, model.architecture)
     return RefitSpec(source, target, routes, topology, options, described)
+
+
+def model_of(plain: Mapping[str, Any], folder: Path | None = None) -> ModelShape:
+    """The model that a spec names. Raises ConfigError listing every fault of it."""
+    given = plain["model"]
+    path = given.get("hf_config") if isinstance(given, dict) else None
+    if folder is not None and isinstance(path, str) and (folder / path).exists():
+        given = {**given, "hf_config": str(folder / path)}
+    return read_model(given)
 
 
 def source_catalog(model: ModelShape, side: ParallelSide) -> Catalog:
@@ -91,14 +101,6 @@ def _laid_out(make: Callable[[], Laid], key: str, faults: FaultList) -> Laid | N
     except ConfigError as fault:
         faults.extend(text if text.startswith(key) else f"{key}: {text}" for text in faults_in(fault))
         return None
-
-
-def _located(plain: Any, folder: Path | None) -> Any:
-    """The `model:` section, with a relative `hf_config` that lies beside the spec given its folder."""
-    path = plain.get("hf_config") if isinstance(plain, dict) else None
-    if folder is None or not isinstance(path, str) or not (folder / path).exists():
-        return plain
-    return {**plain, "hf_config": str(folder / path)}
 
 
 def _topology_text(plain: Any, topology: Topology) -> str:

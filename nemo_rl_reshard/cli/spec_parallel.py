@@ -52,8 +52,8 @@ class ParallelSide:
 
     @property
     def text(self) -> str:
-        """Like `megatron pp16 ep16 on 256 ranks`; sizes of 1 go without saying."""
-        named = [f"{key}{size}" for key, size in self.sizes.items() if size > 1]
+        """Like `megatron pp16 ep16 on 256 ranks`; sizes of 1 go without saying, unless all are."""
+        named = [f"{key}{size}" for key, size in self.sizes.items() if size > 1] or ["tp1"]
         uneven = ["uneven stages"] if self.stages else []
         return " ".join([self.backend, *named, *uneven, "on", str(self.world), "ranks" if self.world > 1 else "rank"])
 

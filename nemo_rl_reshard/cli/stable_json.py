@@ -11,6 +11,11 @@ from typing import Any
 from nemo_rl_reshard.errors import ConfigError
 
 
+def rounded(value: float) -> float:
+    """Twelve significant digits: enough for nanoseconds, and the same text on every machine."""
+    return float(f"{value:.12g}")
+
+
 def json_text(plain: Any) -> str:
     """Two-space indent, keys in the order given, one line feed at the end. NaN and infinity are refused."""
     return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -8,8 +8,7 @@ from typing import Any
 
 from nemo_rl_reshard.cli.explicit_rank import ExplicitRank, LiveRank, explicit_ranks, raise_first
 from nemo_rl_reshard.cli.rank_processes import run_ranks
-from nemo_rl_reshard.cli.requirements import require_memory
-from nemo_rl_reshard.cli.spec import RefitSpec
+from nemo_rl_reshard.cli.refit_spec import RefitSpec, require_room_for
 from nemo_rl_reshard.plan.planner import make_plan
 from nemo_rl_reshard.runtime.one_process import LoopbackMeeting, together
 from nemo_rl_reshard.runtime.order import VerifyMode
@@ -72,7 +71,7 @@ def verify_spec(spec: RefitSpec, *, processes: bool = False, timeout_s: float = 
     Raises EnvironmentLacksError if it does not fit into memory, PlanError where no plan exists, and what a rank raised
     if a refit failed as a whole.
     """
-    require_memory(spec.nbytes)
+    require_room_for(spec)
     plan = make_plan(spec.source, spec.target, spec.routes, spec.topology, spec.options)
     ranks = explicit_ranks(spec.source, spec.target, plan)
     if processes:

@@ -14,7 +14,7 @@ from nemo_rl_reshard.topology.topology import Topology
 class Machine:
     """Ranks that a refit uses of a domain, how many it has, and bytes per second of one rank's links, one way.
 
-    `domain_size` None: one domain holds all ranks of both sides.
+    `domain_size` None: one domain holds all ranks of both sides. `device_bytes` is the memory of one rank's device.
     """
 
     domain_size: int | None
@@ -22,15 +22,16 @@ class Machine:
     network_bytes_per_s: float
     fast_bytes_per_s: float
     memory_bytes_per_s: float
+    device_bytes: int
 
 
 MACHINES: Mapping[str, Machine] = MappingProxyType(
     {
-        "dgx-h100": Machine(8, 8, 50e9, 450e9, 3.35e12),
-        "dgx-h200": Machine(8, 8, 50e9, 450e9, 4.8e12),
-        "gb200-nvl72": Machine(64, 72, 50e9, 900e9, 8e12),
-        "gb300-nvl72": Machine(64, 72, 100e9, 900e9, 8e12),
-        "one-host": Machine(None, None, 50e9, 450e9, 3.35e12),
+        "dgx-h100": Machine(8, 8, 50e9, 450e9, 3.35e12, 80 * 10**9),
+        "dgx-h200": Machine(8, 8, 50e9, 450e9, 4.8e12, 141 * 10**9),
+        "gb200-nvl72": Machine(64, 72, 50e9, 900e9, 8e12, 186 * 10**9),
+        "gb300-nvl72": Machine(64, 72, 100e9, 900e9, 8e12, 279 * 10**9),
+        "one-host": Machine(None, None, 50e9, 450e9, 3.35e12, 80 * 10**9),
     }
 )
 """One 400 Gb/s NIC per rank (800 Gb/s on GB300), NVLink 4 on Hopper, NVLink 5 on Blackwell, HBM rates.
