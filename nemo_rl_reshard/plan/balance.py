@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 
 from nemo_rl_reshard.layout import Region
 from nemo_rl_reshard.layout.tiling import bounded
 from nemo_rl_reshard.plan.overlay import Demand
-from nemo_rl_reshard.plan.plan import Move
+from nemo_rl_reshard.plan.plan import Crew, Move
+from nemo_rl_reshard.plan.relay import ALL, Chains
 from nemo_rl_reshard.topology import Link
 
 _MOST_VARIANTS = 24  # divisible by 2, 3, 4, 6, 8 and 12 replicas
 _MOST_DEMANDS = 1024  # of all variants of a template together, unless replicas need more to take turns
 _SMALL_BYTES = 1 << 20  # a piece below this gains nothing from being shared
+
+Moves = tuple[Move, ...]
 
 
 @dataclass(slots=True)
@@ -26,28 +29,75 @@ class Loads:
     network_recv: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     fast_send: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
 
+    def of(self, crew: Crew) -> _RoleLoads:
+        """The same by role, to count on."""
+        network_send, network_recv, fast_send = self.network_send, self.network_recv, self.fast_send
+        return _RoleLoads(
+            [network_send[rank] for rank in crew],
+            [network_recv[rank] for rank in crew],
+            [fast_send[rank] for rank in crew],
+        )
+
+    def take(self, crew: Crew, counted: _RoleLoads) -> None:
+        """Keep what was counted by role."""
+        self.network_send.update(zip(crew, counted.network_send, strict=True))
+        self.network_recv.update(zip(crew, counted.network_recv, strict=True))
+        self.fast_send.update(zip(crew, counted.fast_send, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _RoleLoads:
+    """Bytes by role of one crew. Roles of a side ascend with ranks, so the first of equals is the lowest rank."""
+
+    network_send: list[int]
+    network_recv: list[int]
+    fast_send: list[int]
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """All tensors of one template before choosing: its demands after sharing, and how many tensors use them."""
+    """All tensors of one kind before choosing: its demands after sharing, in roles, and how many tensors each crew has.
+
+    `pieces` are the distinct regions, in order; domains that need the same one have a demand each.
+    """
 
     demands: tuple[Demand, ...]
     item_size: int
-    num_tensors: int
+    crews: tuple[tuple[Crew, int], ...]
 
     @property
-    def num_variants(self) -> int:
-        """1 when every demand has one sender and one first receiver, else as many as help to share evenly."""
+    def pieces(self) -> tuple[Region, ...]:
+        """What the moves index."""
+        return tuple(dict.fromkeys(demand.region for demand in self.demands))
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether every demand has one sender and one first receiver."""
+        return all(
+            len(demand.near) == 1 if demand.near else len(demand.holders) == len(demand.needers) == 1
+            for demand in self.demands
+        )
+
+    def num_variants(self, num_tensors: int) -> int:
+        """1 when nothing can be chosen, else as many as help `num_tensors` of one crew to share evenly."""
         ways = 1
         for demand in self.demands:
             ways = lcm(ways, *((len(demand.near),) if demand.near else (len(demand.holders), len(demand.needers))))
             if ways > _MOST_VARIANTS:
-                return min(_MOST_VARIANTS, self.num_tensors)
+                return min(_MOST_VARIANTS, num_tensors)
         if ways == 1:
             return 1
         # At cluster scale every tensor spreads over many ranks itself, so a few variants share evenly.
         most = min(_MOST_VARIANTS, max(ways, _MOST_DEMANDS // len(self.demands)))
-        return min(most // ways * ways, self.num_tensors)
+        return min(most // ways * ways, num_tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """What was chosen for one kind: distinct `variants`, and for each crew those that its tensors use in turn."""
+
+    variants: tuple[Moves, ...]
+    of_crew: tuple[tuple[int, ...], ...]
 
 
 def share(demands: Sequence[Demand], item_size: int, num_tensors: int, bucket_bytes: int) -> tuple[Demand, ...]:
@@ -91,52 +141,152 @@ def _split(region: Region, parts: int) -> tuple[Region, ...]:
     return tuple(piece for part in outer for piece in _split(part, -(-parts // len(outer))))
 
 
-def assign(choices: Sequence[Choice]) -> list[tuple[tuple[Move, ...], ...]]:
-    """For each choice its variants, each the moves that meet every demand once.
+def assign(choices: Sequence[Choice], direct_share: Mapping[int, int] | None = None) -> list[Cast]:
+    """For each choice its variants, each the moves that meet every demand once, and who uses which.
 
-    Tensor number i of a template is meant to use variant i modulo their number. Candidates are taken in order of
-    (present load, rank); what leaves no choice is counted first, so that the free ones can make up for it.
+    Tensor number i of a crew is meant to use the crew's variant i modulo their number. Candidates are taken in order
+    of (present load, rank); what leaves no choice is counted first, so that the free ones can make up for it.
+    `direct_share` names trainers that shall not send all themselves, as `relay.direct_shares` finds them.
     """
+    direct_share = direct_share or {}
     loads = Loads()
-    result: list[tuple[tuple[Move, ...], ...]] = [()] * len(choices)
-    order = sorted(range(len(choices)), key=lambda index: (choices[index].num_variants > 1, index))
-    for index in order:
-        choice = choices[index]
-        count = choice.num_variants
-        base, extra = divmod(choice.num_tensors, count)
-        result[index] = tuple(_choose(choice, base + (way < extra), loads) for way in range(count))
-    return result
+    chains = Chains()
+    found: list[Cast] = [Cast((), ())] * len(choices)
+    forced = [choice.is_forced for choice in choices]
+    for index in sorted(range(len(choices)), key=lambda index: (not forced[index], index)):
+        chooser = _Chooser(choices[index], loads, chains, direct_share)
+        if forced[index]:
+            found[index] = chooser.without_choice()
+        else:
+            found[index] = chooser.by_load()
+    return found
 
 
-def _choose(choice: Choice, weight: int, loads: Loads) -> tuple[Move, ...]:
-    """One variant, used by `weight` tensors: moves by (lag, piece)."""
-    sizes = [demand.region.numel * choice.item_size * weight for demand in choice.demands]
-    first: list[Move] = []
-    forwards: list[Move] = []
-    # Large demands first: small ones can then even out what is left.
-    for piece in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        demand, nbytes = choice.demands[piece], sizes[piece]
-        if demand.near:
-            first.extend(_from_near(piece, demand, nbytes, loads))
-            continue
-        src = min(demand.holders, key=lambda rank: (loads.network_send[rank], rank))
-        entry = min(demand.needers, key=lambda rank: (loads.network_recv[rank], rank))
-        loads.network_send[src] += nbytes
-        loads.network_recv[entry] += nbytes
+class _Chooser:
+    """Makes the variants of one choice; equal ones, of whichever crews, are one."""
+
+    def __init__(self, choice: Choice, loads: Loads, chains: Chains, direct_share: Mapping[int, int]) -> None:
+        self._choice = choice
+        self._loads = loads
+        self._chains = chains
+        self._direct_share = direct_share
+        self._variants: dict[Moves, int] = {}
+        self._sizes = [demand.region.numel * choice.item_size for demand in choice.demands]
+        place = {region: index for index, region in enumerate(choice.pieces)}
+        self._piece_bytes = [region.numel * choice.item_size for region in choice.pieces]
+        self._piece = [place[demand.region] for demand in choice.demands]
+        fans: dict[Region, list[int]] = {}
+        # Large demands first: small ones can then even out what is left.
+        for index in sorted(range(len(self._sizes)), key=lambda index: (-self._sizes[index], index)):
+            fans.setdefault(choice.demands[index].region, []).append(index)
+        self._fans = tuple(fans.values())
+
+    def without_choice(self) -> Cast:
+        """Every crew uses the same moves, but for how much goes through relays; with relays domains take turns."""
+        of_crew = []
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        most_domains = max(map(len, self._fans), default=1)
+        for place, (crew, _) in enumerate(self._choice.crews):
+            shares = self._shares(crew)
+            if shares not in known:
+                turns = min(most_domains, _MOST_VARIANTS) if any(share < ALL for share in shares) else 1
+                loads = Loads().of(crew)
+                known[shares] = tuple(self._number(self._choose(shares, turn, 0, loads)) for turn in range(turns))
+            # Crews send side by side; were they in the same turn, all would have the same domain wait for relays.
+            start = place % len(known[shares])
+            of_crew.append(known[shares][start:] + known[shares][:start])
+        cast = Cast(tuple(self._variants), tuple(of_crew))
+        for (crew, num_tensors), variants in zip(self._choice.crews, of_crew, strict=True):
+            base, extra = divmod(num_tensors, len(variants))
+            for way, variant in enumerate(variants):
+                self._count(cast.variants[variant], crew, base + (way < extra))
+        return cast
+
+    def by_load(self) -> Cast:
+        """Every crew takes, tensor by tensor in turn, what evens out the loads best."""
+        of_crew = []
+        for crew, num_tensors in self._choice.crews:
+            shares = self._shares(crew)
+            num_variants = self._choice.num_variants(num_tensors)
+            base, extra = divmod(num_tensors, num_variants)
+            loads = self._loads.of(crew)
+            of_crew.append(
+                tuple(
+                    self._number(self._choose(shares, way, base + (way < extra), loads)) for way in range(num_variants)
+                )
+            )
+            self._loads.take(crew, loads)
+        return Cast(tuple(self._variants), tuple(of_crew))
+
+    def _number(self, moves: Moves) -> int:
+        return self._variants.setdefault(moves, len(self._variants))
+
+    def _shares(self, crew: Crew) -> tuple[int, ...]:
+        """For every fan the share of its domains that trainers serve themselves."""
+        if not self._direct_share:
+            return ()
+        shares = []
+        for fan in self._fans:
+            holders = self._choice.demands[fan[0]].holders
+            # The least loaded replica decides: the others will leave the work to it.
+            shares.append(max(self._direct_share.get(crew[role], ALL) for role in holders))
+        return tuple(shares)
+
+    def _count(self, moves: Moves, crew: Crew, count: int) -> None:
+        """Add the loads of a variant that `count` tensors use."""
+        for piece, src, dst, link, _ in moves:
+            nbytes = self._piece_bytes[piece] * count
+            if link is Link.NETWORK:
+                self._loads.network_send[crew[src]] += nbytes
+                self._loads.network_recv[crew[dst]] += nbytes
+            elif link is Link.FAST:
+                self._loads.fast_send[crew[src]] += nbytes
+
+    def _choose(self, shares: Sequence[int], turn: int, weight: int, loads: _RoleLoads) -> Moves:
+        """Variant number `turn`, used by `weight` tensors of the crew whose `loads` these are: moves by lag and piece."""
+        moves: list[Move] = []
+        for place, fan in enumerate(self._fans):
+            demands = [self._choice.demands[index] for index in fan]
+            piece, nbytes = self._piece[fan[0]], self._sizes[fan[0]] * weight
+            far = [demand for demand in demands if not demand.near]
+            for demand in demands:
+                if demand.near:
+                    moves.extend(_from_near(piece, demand, nbytes, loads))
+            if far:
+                distances = self._chains.distances(len(far), shares[place], turn + place) if shares else (0,) * len(far)
+                moves.extend(_from_far(piece, far, distances, nbytes, loads))
+        return tuple(sorted(moves, key=lambda move: (move.lag, move)))
+
+
+def _from_far(
+    piece: int, demands: Sequence[Demand], distances: Sequence[int], nbytes: int, loads: _RoleLoads
+) -> list[Move]:
+    """Moves of one region into every domain of `demands`, from trainers or along chains, and on inside the domains."""
+    sent, received = loads.network_send, loads.network_recv
+    entries = []
+    for demand in demands:
+        entry = min(demand.needers, key=received.__getitem__)
+        received[entry] += nbytes
         loads.fast_send[entry] += nbytes * (len(demand.needers) - 1)
-        first.append(Move(piece, src, entry, Link.NETWORK, 0))
-        forwards.extend(Move(piece, entry, dst, Link.FAST, 1) for dst in demand.needers if dst != entry)
-    return tuple(sorted(first)) + tuple(sorted(forwards))
+        entries.append(entry)
+    moves = []
+    for index, (demand, distance) in enumerate(zip(demands, distances, strict=True)):
+        entry = entries[index]
+        src = entries[index - 1] if distance else min(demand.holders, key=sent.__getitem__)
+        sent[src] += nbytes
+        moves.append(Move(piece, src, entry, Link.NETWORK, distance))
+        moves.extend([Move(piece, entry, dst, Link.FAST, distance + 1) for dst in demand.needers if dst != entry])
+    return moves
 
 
-def _from_near(piece: int, demand: Demand, nbytes: int, loads: Loads) -> list[Move]:
+def _from_near(piece: int, demand: Demand, nbytes: int, loads: _RoleLoads) -> list[Move]:
     """Moves of a demand that some rank of the needers' own domain holds: copies at home, fast links elsewhere."""
     moves = []
     for dst in demand.needers:
         if dst in demand.near:
             moves.append(Move(piece, dst, dst, Link.LOCAL, 0))
             continue
-        src = min(demand.near, key=lambda rank: (loads.fast_send[rank], rank))
+        src = min(demand.near, key=loads.fast_send.__getitem__)
         loads.fast_send[src] += nbytes
         moves.append(Move(piece, src, dst, Link.FAST, 0))
     return moves

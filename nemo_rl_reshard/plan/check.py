@@ -6,13 +6,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from nemo_rl_reshard.errors import FaultList, PlanError
 from nemo_rl_reshard.layout import Region, TensorLayout
 from nemo_rl_reshard.layout.tiling import gaps, overlaps
 from nemo_rl_reshard.params.catalog import Catalog
 from nemo_rl_reshard.params.routing import Route, RouteKind
 from nemo_rl_reshard.plan.codec import seal
-from nemo_rl_reshard.plan.plan import Move, Plan, Template
+from nemo_rl_reshard.plan.plan import Crew, Move, Plan, Template
+from nemo_rl_reshard.plan.proof import Counting, Views
+from nemo_rl_reshard.plan.step_loads import step_loads
 from nemo_rl_reshard.plan.transfer import Message, RankProgram
 from nemo_rl_reshard.topology import Link, Topology
 
@@ -22,35 +26,46 @@ _LISTED = 50  # faults of one kind that are written out
 def check_plan(
     plan: Plan, source: Catalog, target: Catalog, routes: Mapping[str, Route], topology: Topology | None = None
 ) -> None:
-    """Raise PlanError listing every fault of a plan: digest, routes, cover, senders, times, links, buckets, order.
+    """Raise PlanError listing every fault of a plan: digest, routes, cover, senders, times, links, buckets.
 
     Proven: every element that a target rank needs of a direct tensor arrives there exactly once, from a rank that
     held it at the start or received it in an earlier step; every other tensor is a leftover or skipped, as routed.
+    Tensors whose crews hold and need alike, role by role, are proven once.
     """
     faults = FaultList("checking plan", PlanError)
     if seal(plan).digest != plan.digest:
         faults.add(f"digest {plan.digest!r} is not that of the content")
     _check_routes(plan, routes, faults)
-    domain_of = topology.domains_with({*plan.sources, *plan.targets}) if topology else None
-    proven: dict[tuple[int, int, int, int], list[str]] = {}
-    step = 0
+    domain_of = topology.domains_with(plan.ranks) if topology else None
+    views = Views(domain_of)
+    counting = [Counting(template) for template in plan.templates]
+    found: dict[tuple[int, int, int, int, int], list[str]] = {}
+    proven: set[tuple[int, int, object]] = set()
+    views_of: dict[tuple[int, int, int], object] = {}
     for row in plan.placed:
         name = row.tensor
         spec = target.specs.get(name)
         template = plan.templates[row.template]
-        if row.step < step:
-            faults.add(f"{name}: starts in step {row.step}, after a tensor of step {step}")
-        step = row.step
         if spec is None or name not in source.layouts:
             faults.add(f"{name}: is in the plan, and not declared by both sides")
             continue
         if plan.specs.get(name) != spec or (template.shape, template.item_size) != (spec.shape, spec.item_size):
             faults.add(f"{name}: the plan moves {plan.specs.get(name)}, inference declares {spec}")
         given, wanted = source.layouts[name], target.layouts[name]
-        key = (row.template, row.variant, id(given), id(wanted))
-        if key not in proven:
-            proven[key] = list(_faults_of(template, template.variants[row.variant], given, wanted, domain_of))
-        faults.extend(f"{name}: {fault}" for fault in proven[key][:_LISTED])
+        case = (row.template, row.variant, row.crew, id(given), id(wanted))
+        if case not in found:
+            crew, moves = plan.crews[row.crew], template.variants[row.variant]
+            who = (row.crew, id(given), id(wanted))
+            if who not in views_of:
+                views_of[who] = views.of(crew, given, wanted)
+            alike = (row.template, row.variant, views_of[who])
+            found[case] = []
+            if alike not in proven:
+                if not counting[row.template].proves(moves, crew, given, wanted, domain_of):
+                    found[case] = list(_faults_of(template, moves, crew, given, wanted, domain_of))
+                if not found[case]:
+                    proven.add(alike)
+        faults.extend(f"{name}: {fault}" for fault in found[case][:_LISTED])
     _check_buckets(plan, faults)
     faults.raise_if_any()
 
@@ -103,32 +118,37 @@ def _check_routes(plan: Plan, routes: Mapping[str, Route], faults: FaultList) ->
 def _faults_of(
     template: Template,
     moves: Sequence[Move],
+    crew: Crew,
     given: TensorLayout,
     wanted: TensorLayout,
     domain_of: Mapping[int, int] | None,
 ) -> Iterable[str]:
     """What is wrong with the moves of one tensor."""
+    if len(set(crew)) != len(crew):
+        yield f"crew {crew} gives two roles to one rank"
+        return
     held = dict(given.held)
     needed = dict(wanted.held)
     arrivals: defaultdict[int, list[tuple[int, Region]]] = defaultdict(list)
     for move in moves:
-        arrivals[move.dst].append((move.lag, template.pieces[move.piece]))
+        arrivals[crew[move.dst]].append((move.lag, template.pieces[move.piece]))
     for move in moves:
         region = template.pieces[move.piece]
-        text = f"transfer of offset {region.offset} extent {region.extent} from rank {move.src} to rank {move.dst}"
-        if (move.src == move.dst) != (move.link is Link.LOCAL):
+        src, dst = crew[move.src], crew[move.dst]
+        text = f"transfer of offset {region.offset} extent {region.extent} from rank {src} to rank {dst}"
+        if (src == dst) != (move.link is Link.LOCAL):
             yield f"{text} is called {move.link}"
-        elif domain_of and move.src != move.dst:
-            link = Link.FAST if domain_of[move.src] == domain_of[move.dst] else Link.NETWORK
+        elif domain_of and src != dst:
+            link = Link.FAST if domain_of[src] == domain_of[dst] else Link.NETWORK
             if link is not move.link:
                 yield f"{text} is called {move.link}, the topology says {link}"
-        if not any(part.contains(region) for part in held.get(move.src, ())):
-            earlier = [part for lag, part in arrivals.get(move.src, ()) if lag < move.lag]
+        if not any(part.contains(region) for part in held.get(src, ())):
+            earlier = [part for lag, part in arrivals.get(src, ()) if lag < move.lag]
             if gaps(region, earlier):
                 yield f"{text} is sent before its sender has it"
-            if not any(part.contains(region) for part in needed.get(move.src, ())):
+            if not any(part.contains(region) for part in needed.get(src, ())):
                 yield f"{text} is no part of one region of its sender"
-        if not any(part.contains(region) for part in needed.get(move.dst, ())):
+        if not any(part.contains(region) for part in needed.get(dst, ())):
             yield f"{text} is no part of one region that its receiver needs"
     for rank in sorted({*needed, *arrivals}):
         got = [region for _, region in arrivals.get(rank, ())]
@@ -141,20 +161,10 @@ def _faults_of(
 
 def _check_buckets(plan: Plan, faults: FaultList) -> None:
     """No rank receives more than a bucket in a step; local copies need none."""
-    inbound: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
-    total: Counter[tuple[int, int]] = Counter()
-    for row in plan.placed:
-        key = (row.template, row.variant)
-        if key not in inbound:
-            template = plan.templates[row.template]
-            inbound[key] = Counter()
-            for move in template.variants[row.variant]:
-                if move.link is not Link.LOCAL:
-                    inbound[key][move.dst, move.lag] += template.pieces[move.piece].numel * template.item_size
-        for (rank, lag), nbytes in inbound[key].items():
-            total[rank, row.step + lag] += nbytes
+    loads = step_loads(plan)
+    inbound = loads.network_received + loads.fast_received
     faults.extend(
-        f"rank {rank} receives {nbytes} bytes in step {step}, the bucket holds {plan.options.bucket_bytes}"
-        for (rank, step), nbytes in sorted(total.items())
-        if nbytes > plan.options.bucket_bytes
+        f"rank {loads.ranks[column]} receives {inbound[step, column]} bytes in step {step}, the bucket holds "
+        f"{plan.options.bucket_bytes}"
+        for step, column in np.argwhere(inbound > plan.options.bucket_bytes).tolist()
     )

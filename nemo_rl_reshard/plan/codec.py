@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 from hashlib import sha256
 from typing import Any
 
@@ -16,15 +16,30 @@ from nemo_rl_reshard.plan.transfer import Leftover, Message, Part, RankProgram
 from nemo_rl_reshard.topology import Link
 
 Plain = dict[str, Any]
-_SCHEMA = 1
+_SCHEMA = 2
 _LINKS = tuple(Link)
+_NUMBER_OF = {link: index for index, link in enumerate(_LINKS)}
 
 
 def seal(plan: Plan) -> Plan:
-    """The same plan with its digest: the sha256 of its canonical JSON form."""
-    plain = plan_to_plain(plan)
-    del plain["digest"]
-    return replace(plan, digest=_digest(plain))
+    """The same plan with its digest: the sha256 of a JSON text that holds every field."""
+    content = [
+        _SCHEMA,
+        astuple(plan.options),
+        plan.sources,
+        plan.targets,
+        [(spec.name, spec.shape, spec.dtype) for spec in plan.specs.values()],
+        [
+            (template.shape, template.item_size, [astuple(piece) for piece in template.pieces], template.variants)
+            for template in plan.templates
+        ],
+        plan.crews,
+        plan.placed,
+        [(leftover.tensor, leftover.nbytes, leftover.reason) for leftover in plan.leftovers],
+        list(plan.skipped.items()),
+    ]
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=True)
+    return replace(plan, digest=sha256(text.encode("ascii")).hexdigest())
 
 
 def plan_to_plain(plan: Plan) -> Plain:
@@ -42,12 +57,13 @@ def plan_to_plain(plan: Plan) -> Plain:
                 "item_size": template.item_size,
                 "pieces": [_region_to_plain(region) for region in template.pieces],
                 "variants": [
-                    [[move.piece, move.src, move.dst, _LINKS.index(move.link), move.lag] for move in moves]
+                    [[piece, src, dst, _NUMBER_OF[link], lag] for piece, src, dst, link, lag in moves]
                     for moves in template.variants
                 ],
             }
             for template in plan.templates
         ],
+        "crews": [list(crew) for crew in plan.crews],
         "placed": [list(row) for row in plan.placed],
         "leftovers": [[leftover.tensor, leftover.nbytes, leftover.reason] for leftover in plan.leftovers],
         "skipped": [list(pair) for pair in plan.skipped.items()],
@@ -72,6 +88,7 @@ def plan_from_plain(plain: Mapping[str, Any]) -> Plan:
                 )
                 for template in plain["templates"]
             ),
+            crews=tuple(tuple(crew) for crew in plain["crews"]),
             placed=tuple(Placed(*row) for row in plain["placed"]),
             leftovers=tuple(Leftover(*row) for row in plain["leftovers"]),
             skipped=dict(plain["skipped"]),
@@ -133,11 +150,6 @@ def program_from_plain(plain: Mapping[str, Any]) -> RankProgram:
         )
     except (KeyError, TypeError, ValueError) as fault:
         raise PlanError(f"malformed program: {fault!r}") from fault
-
-
-def _digest(plain: Plain) -> str:
-    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return sha256(text.encode("ascii")).hexdigest()
 
 
 def _region_to_plain(region: Region) -> list[list[int]]:

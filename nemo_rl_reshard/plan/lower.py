@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from nemo_rl_reshard.errors import PlanError
 from nemo_rl_reshard.layout import Region
@@ -18,7 +18,7 @@ _PER_PAIR = 1 << 20  # messages that one pair may exchange in one step; fixed, s
 def lower(plan: Plan, rank: int) -> RankProgram:
     """The program of `rank`: its messages in ascending `order`, of at most `message_bytes` each.
 
-    Parts of one (step, source, receiver) share messages in model order; a region too big for one is cut along rows.
+    Parts of one (step, source, receiver) share messages in the plan's order; a region too big for one is cut in rows.
     Order goes by step, then turn by turn over all pairs, so that inside a step every pair is busy at once. Both ends
     of a message compute the same number. A forward's order is above its receive's, being of a later step.
     Raises PlanError for a rank that the plan does not know.
@@ -29,9 +29,9 @@ def lower(plan: Plan, rank: int) -> RankProgram:
     world = max(*plan.sources, *plan.targets) + 1
     links: dict[tuple[int, int, int], Link] = {}
     parts: defaultdict[tuple[int, int, int], list[Part]] = defaultdict(list)
-    for tensor, step, move, cuts, dtype in _moves_of(plan, rank):
-        key = (step + move.lag, move.src, move.dst)
-        links[key] = move.link
+    for tensor, step, (lag, src, dst, link, cuts), dtype in _moves_of(plan, rank):
+        key = (step + lag, src, dst)
+        links[key] = link
         parts[key].extend([Part(tensor, region, dtype, nbytes) for region, nbytes in cuts])
     messages = []
     for (step, src, dst), found in parts.items():
@@ -53,25 +53,43 @@ def lower(plan: Plan, rank: int) -> RankProgram:
 
 
 _Cuts = list[tuple[Region, int]]  # regions and their bytes, each small enough for a message
+_Mine = tuple[int, int, int, Link, _Cuts]  # lag, ranks of both ends, link, region cut to messages
 
 
-def _moves_of(plan: Plan, rank: int) -> Iterator[tuple[str, int, Move, _Cuts, str]]:
-    """(tensor, its step, move, the move's region cut to messages, dtype) of all moves of one rank, model order."""
+def _moves_of(plan: Plan, rank: int) -> Iterator[tuple[str, int, _Mine, str]]:
+    """(tensor, its step, move, dtype) of all moves of one rank, in the order of `plan.placed`."""
     limit = plan.options.largest_message
-    mine: dict[tuple[int, int], list[tuple[Move, _Cuts]]] = {}
-    for tensor, index, variant, step in plan.placed:
-        moves = mine.get((index, variant))
+    roles = [crew.index(rank) if rank in crew else None for crew in plan.crews]
+    by_role: dict[tuple[int, int], dict[int, list[Move]]] = {}
+    cut_pieces: dict[tuple[int, int], _Cuts] = {}
+    mine: dict[tuple[int, int, int], list[_Mine]] = {}
+    for tensor, index, variant, place, step in plan.placed:
+        role = roles[place]
+        if role is None:
+            continue
+        moves = mine.get((index, variant, place))
         if moves is None:
-            template = plan.templates[index]
-            size = template.item_size
-            moves = mine[index, variant] = [
-                (move, [(part, part.numel * size) for part in bounded(template.pieces[move.piece], limit // size)])
-                for move in template.variants[variant]
-                if rank in (move.src, move.dst)
-            ]
+            template, crew = plan.templates[index], plan.crews[place]
+            if (index, variant) not in by_role:
+                by_role[index, variant] = _by_role(template.variants[variant])
+            moves = mine[index, variant, place] = []
+            for piece, src, dst, link, lag in by_role[index, variant].get(role, ()):
+                if (index, piece) not in cut_pieces:
+                    cuts = bounded(template.pieces[piece], limit // template.item_size)
+                    cut_pieces[index, piece] = [(part, part.numel * template.item_size) for part in cuts]
+                moves.append((lag, crew[src], crew[dst], link, cut_pieces[index, piece]))
         dtype = plan.specs[tensor].dtype
-        for move, cuts in moves:
-            yield tensor, step, move, cuts, dtype
+        for move in moves:
+            yield tensor, step, move, dtype
+
+
+def _by_role(moves: Iterable[Move]) -> dict[int, list[Move]]:
+    """Role -> the moves that it takes part in."""
+    found: defaultdict[int, list[Move]] = defaultdict(list)
+    for move in moves:
+        for role in {move.src, move.dst}:
+            found[role].append(move)
+    return found
 
 
 def _batches(parts: list[Part], limit: int) -> Iterator[list[Part]]:

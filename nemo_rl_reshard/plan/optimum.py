@@ -6,16 +6,20 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
-from nemo_rl_reshard.plan.needs import Need
+from nemo_rl_reshard.plan.kinds import Kind
 
 
-def least_maximum(needs: Iterable[Need]) -> float:
+def least_maximum(kinds: Iterable[Kind]) -> float:
     """Bytes that the busiest network sender must send at least, when each byte enters each domain once, unrelayed."""
     loads: Counter[tuple[int, ...]] = Counter()
-    for need in needs:
-        for demand in need.demands:
+    for kind in kinds:
+        by_role: Counter[tuple[int, ...]] = Counter()
+        for demand in kind.demands:
             if not demand.near:
-                loads[demand.holders] += demand.region.numel * need.item_size * need.num_tensors
+                by_role[demand.holders] += demand.region.numel * kind.item_size
+        for crew, count in kind.casts():
+            for roles, nbytes in by_role.items():
+                loads[tuple(sorted(crew[role] for role in roles))] += nbytes * count
     return float(least_peak(loads))
 
 

@@ -38,7 +38,10 @@ class PlanOptions:
 
 
 class Move(NamedTuple):
-    """One transfer of a template: `piece` indexes the template's pieces, `lag` counts steps from the tensor's own."""
+    """One transfer of a template: `piece` indexes the template's pieces, `lag` counts steps from the tensor's own.
+
+    `src` and `dst` are roles; a crew says which rank plays which.
+    """
 
     piece: int
     src: int
@@ -49,10 +52,10 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What all tensors of one shape, item size and pair of layouts share.
+    """What all tensors of one shape, item size and pair of layouts share, whichever ranks play the roles.
 
-    `pieces` are disjoint regions. Each of `variants` moves all of them; variants differ in which replica sends, which
-    receives first and forwards, and in lags.
+    `pieces` are distinct regions. Each of `variants` moves all that is needed; variants differ in which replica sends,
+    which receives first and forwards, and in lags.
     """
 
     shape: tuple[int, ...]
@@ -60,19 +63,28 @@ class Template:
     pieces: tuple[Region, ...]
     variants: tuple[tuple[Move, ...], ...]
 
+    def nbytes_of(self, piece: int) -> int:
+        """Bytes of one piece."""
+        return self.pieces[piece].numel * self.item_size
+
+
+Crew = tuple[int, ...]
+"""Role -> rank: the trainers that hold a tensor, ascending, then the other ranks that need it, ascending."""
+
 
 class Placed(NamedTuple):
-    """One direct tensor: which variant of which template moves it, starting in which step."""
+    """One tensor: which variant of which template moves it, played by which crew, starting in which step."""
 
     tensor: str
     template: int
     variant: int
+    crew: int
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A whole refit. `placed` is in model order, so is `leftovers`. `digest` is the sha256 of everything else.
+    """A whole refit. `placed` is in order of steps, `leftovers` in model order. `digest` seals everything else.
 
     `specs` holds every tensor that moves: the target's shape and its dtype, which is what travels. `sources` and
     `targets` are the ranks of each side, `skipped` maps tensors that do not travel to the reason.
@@ -81,6 +93,7 @@ class Plan:
     options: PlanOptions
     specs: Mapping[str, TensorSpec]
     templates: tuple[Template, ...]
+    crews: tuple[Crew, ...]
     placed: tuple[Placed, ...]
     leftovers: tuple[Leftover, ...]
     skipped: Mapping[str, str]
@@ -89,12 +102,17 @@ class Plan:
     digest: str = ""
 
     def transfers(self) -> Iterator[Transfer]:
-        """Every direct transfer, made on demand: tensors in model order, each tensor's by step."""
-        for tensor, template_index, variant, step in self.placed:
-            template = self.templates[template_index]
+        """Every direct transfer, made on demand, tensor by tensor."""
+        for tensor, template_index, variant, crew_index, step in self.placed:
+            template, crew = self.templates[template_index], self.crews[crew_index]
             pieces = template.pieces
             for piece, src, dst, link, lag in template.variants[variant]:
-                yield Transfer(tensor, pieces[piece], src, dst, link, step + lag)
+                yield Transfer(tensor, pieces[piece], crew[src], crew[dst], link, step + lag)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of both sides, ascending."""
+        return tuple(sorted({*self.sources, *self.targets}))
 
     @property
     def num_steps(self) -> int:

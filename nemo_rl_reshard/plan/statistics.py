@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_rl_reshard.params.catalog import Catalog
 from nemo_rl_reshard.plan.bound import Bound, bound_of
-from nemo_rl_reshard.plan.needs import needs_of
+from nemo_rl_reshard.plan.kinds import kinds_of
 from nemo_rl_reshard.plan.optimum import least_maximum
 from nemo_rl_reshard.plan.plan import Plan
 from nemo_rl_reshard.plan.predict import Prediction, predict
@@ -24,13 +24,13 @@ def statistics(plan: Plan, source: Catalog, target: Catalog, topology: Topology)
     JSON types only and in a fixed order, so equal input gives equal bytes. Leftovers are counted by the rule of
     `conventional_traffic`; `pack_bytes` is what a rank sends to other ranks.
     """
-    domain_of = topology.domains_with({*plan.sources, *plan.targets})
+    domain_of = topology.domains_with(plan.ranks)
     direct_names = [row.tensor for row in plan.placed]
     leftover_names = [leftover.tensor for leftover in plan.leftovers]
-    direct_needs = needs_of(direct_names, source, target, domain_of)
-    leftover_needs = needs_of(leftover_names, source, target, domain_of)
-    bound = bound_of((*direct_needs, *leftover_needs), topology, domain_of)
-    direct_bytes = bound_of(direct_needs, topology, domain_of).unique_bytes
+    direct_kinds = kinds_of(direct_names, source, target, domain_of)
+    leftover_kinds = kinds_of(leftover_names, source, target, domain_of)
+    bound = bound_of((*direct_kinds, *leftover_kinds), topology, domain_of)
+    direct_bytes = bound_of(direct_kinds, topology, domain_of).unique_bytes
     direct = direct_traffic(plan)
     leftover = conventional_traffic(leftover_names, source, target, domain_of)
     everything = conventional_traffic(direct_names + leftover_names, source, target, domain_of)
@@ -51,8 +51,8 @@ def statistics(plan: Plan, source: Catalog, target: Catalog, topology: Topology)
             "num_steps": plan.num_steps,
             "num_skipped": len(plan.skipped),
         },
-        "per_rank": _per_rank(sorted({*plan.sources, *plan.targets}), both),
-        "balance": _balance(plan, both, direct, source, target, least_maximum(direct_needs)),
+        "per_rank": _per_rank(plan.ranks, both),
+        "balance": _balance(plan, both, direct, source, target, least_maximum(direct_kinds)),
         "predicted": _predicted(predict(plan, direct, leftover, topology), bound),
         "leftovers": [
             {"tensor": leftover.tensor, "bytes": leftover.nbytes, "reason": leftover.reason}

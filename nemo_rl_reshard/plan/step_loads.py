@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_rl_reshard.plan.plan import Plan
+from nemo_rl_reshard.plan.plan import Plan, Template
 from nemo_rl_reshard.topology import Link
 
 IntArray = NDArray[np.int64]
@@ -32,28 +32,41 @@ class StepLoads:
 
 
 def step_loads(plan: Plan) -> StepLoads:
-    """The loads of all transfers of `plan`, leftovers that are placed included."""
-    ranks = tuple(sorted({*plan.sources, *plan.targets}))
+    """The loads of all transfers of `plan`."""
+    ranks = plan.ranks
     column = {rank: index for index, rank in enumerate(ranks)}
-    shape = (plan.num_steps, len(ranks))
-    sent = {link: np.zeros(shape, dtype=np.int64) for link in (Link.NETWORK, Link.FAST)}
-    received = {link: np.zeros(shape, dtype=np.int64) for link in Link}
-    messages_sent, messages_received = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    for transfer in plan.transfers():
-        nbytes = transfer.region.numel * plan.specs[transfer.tensor].item_size
-        src, dst = column[transfer.src], column[transfer.dst]
-        received[transfer.link][transfer.step, dst] += nbytes
-        if transfer.link is not Link.LOCAL:
-            sent[transfer.link][transfer.step, src] += nbytes
-            messages_sent[transfer.step, src] += 1
-            messages_received[transfer.step, dst] += 1
-    return StepLoads(
-        ranks,
-        sent[Link.NETWORK],
-        received[Link.NETWORK],
-        sent[Link.FAST],
-        received[Link.FAST],
-        received[Link.LOCAL],
-        messages_sent,
-        messages_received,
-    )
+    total = np.zeros((len(_FIELDS), plan.num_steps, len(ranks)), dtype=np.int64)
+    columns_of = [np.array([column[rank] for rank in crew], dtype=np.int64) for crew in plan.crews]
+    by_role: dict[tuple[int, int], list[tuple[int, IntArray, IntArray]]] = {}
+    for _, template, variant, crew, step in plan.placed:
+        found = by_role.get((template, variant))
+        if found is None:
+            found = by_role[template, variant] = _by_lag(plan.templates[template], variant)
+        for lag, roles, loads in found:
+            total[:, step + lag, columns_of[crew][roles]] += loads
+    return StepLoads(ranks, *total)
+
+
+_FIELDS = tuple(field.name for field in fields(StepLoads))[1:]
+_NETWORK_SENT, _NETWORK_RECEIVED, _FAST_SENT, _FAST_RECEIVED, _LOCAL, _SENT, _RECEIVED = range(len(_FIELDS))
+
+
+def _by_lag(template: Template, variant: int) -> list[tuple[int, IntArray, IntArray]]:
+    """For every lag of a variant the roles that do anything, and their loads: [field, role]."""
+    found: dict[int, dict[int, list[int]]] = {}
+    for piece, src, dst, link, lag in template.variants[variant]:
+        nbytes = template.nbytes_of(piece)
+        loads = found.setdefault(lag, {})
+        received = loads.setdefault(dst, [0] * len(_FIELDS))
+        if link is Link.LOCAL:
+            received[_LOCAL] += nbytes
+            continue
+        sent = loads.setdefault(src, [0] * len(_FIELDS))
+        sent[_NETWORK_SENT if link is Link.NETWORK else _FAST_SENT] += nbytes
+        sent[_SENT] += 1
+        received[_NETWORK_RECEIVED if link is Link.NETWORK else _FAST_RECEIVED] += nbytes
+        received[_RECEIVED] += 1
+    return [
+        (lag, np.array(list(loads), dtype=np.int64), np.array(list(loads.values()), dtype=np.int64).T)
+        for lag, loads in found.items()
+    ]

@@ -39,12 +39,12 @@ class Traffic:
 def direct_traffic(plan: Plan) -> Traffic:
     """What the direct transfers of a plan move."""
     traffic = Traffic()
-    uses = Counter((row.template, row.variant) for row in plan.placed)
-    for (index, variant), count in uses.items():
-        template = plan.templates[index]
-        sizes = [region.numel * template.item_size * count for region in template.pieces]
-        for move in template.variants[variant]:
-            traffic.add(move.link, move.src, move.dst, sizes[move.piece])
+    uses = Counter((row.template, row.variant, row.crew) for row in plan.placed)
+    for (index, variant, place), count in uses.items():
+        template, crew = plan.templates[index], plan.crews[place]
+        sizes = [template.nbytes_of(piece) * count for piece in range(len(template.pieces))]
+        for piece, src, dst, link, _ in template.variants[variant]:
+            traffic.add(link, crew[src], crew[dst], sizes[piece])
     return traffic
 
 

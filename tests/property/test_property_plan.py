@@ -82,7 +82,9 @@ def test_plans_and_programs_survive_json_and_planning_is_deterministic(found):
 def test_no_prediction_beats_the_floor_and_no_balance_the_optimum(found):
     told = statistics(found.plan, found.source, found.target, found.topology)
     assert told["predicted"]["seconds"] >= told["predicted"]["floor_seconds"]
-    assert told["balance"]["max_network_send_over_optimum"] >= 1.0
+    relays = {each.src for each in found.plan.transfers() if each.link is Link.NETWORK} - set(found.source.ranks)
+    if not relays:
+        assert told["balance"]["max_network_send_over_optimum"] >= 1.0
 
 
 def elements(region):

@@ -82,7 +82,8 @@ def test_assignment_does_not_depend_on_how_ranks_are_listed():
     given, wanted = rows((4, 2), {0: [(0, 4)], 1: [(0, 4)]}), rows((4, 2), {2: [(0, 4)], 3: [(0, 4)]})
     demands = overlay(given, wanted, {0: 0, 1: 1, 2: 2, 3: 2})
     again = overlay(given, wanted, {3: 2, 2: 2, 1: 1, 0: 0})
-    assert assign([Choice(demands, 4, 5)]) == assign([Choice(again, 4, 5)])
+    crews = (((0, 1, 2, 3), 5),)
+    assert assign([Choice(demands, 4, crews)]) == assign([Choice(again, 4, crews)])
 
 
 @pytest.mark.parametrize(

@@ -39,5 +39,6 @@ def test_b77_18432_expert_tensors_over_16_to_16_ranks_are_planned_in_seconds():
     spent = time.process_time() - start
 
     assert len(plan.placed) == len(tensors) == 18432
-    assert len(plan.templates) == 32
+    assert len(plan.templates) == 2, "whoever holds an expert, the moves are the same"
+    assert len(plan.crews) == 16
     assert spent < BUDGET_S

@@ -1,0 +1,82 @@
+"""Relays: how much of what a trainer holds it sends itself, and how much target ranks pass on between domains."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+
+from nemo_rl_reshard.plan.kinds import Kind
+
+ALL = 1 << 16
+"""The share of a trainer that sends everything itself; shares are whole numbers, so every machine rounds alike."""
+
+
+def direct_shares(kinds: Iterable[Kind], domain_of: Mapping[int, int]) -> dict[int, int]:
+    """Rank of a trainer -> how much of every `ALL` bytes of its network load it should send itself, if not all.
+
+    A trainer is named when it would send more than the busiest receiver takes in at best: the rest of the refit waits
+    for that receiver anyway, so sending more directly gains nothing. What is beyond goes in chains instead: a target
+    rank that received a region passes it on to the next domain that needs it. No target rank then sends more than
+    it received.
+    """
+    sending: Counter[int] = Counter()
+    entering: Counter[int] = Counter()
+    receiving: Counter[int] = Counter()
+    for kind in kinds:
+        send: Counter[int] = Counter()
+        enter: Counter[int] = Counter()
+        receive: Counter[int] = Counter()
+        for demand in kind.demands:
+            if demand.near:
+                continue
+            nbytes = demand.region.numel * kind.item_size
+            enter[demand.needers[0]] += nbytes
+            if len(demand.needers) == 1:
+                receive[demand.needers[0]] += nbytes
+            for role in demand.holders:
+                send[role] += nbytes // len(demand.holders)
+        for crew, count in kind.casts():
+            for role, nbytes in send.items():
+                sending[crew[role]] += nbytes * count
+            for role, nbytes in receive.items():
+                receiving[crew[role]] += nbytes * count
+            for role, nbytes in enter.items():
+                entering[domain_of[crew[role]]] += nbytes * count
+    members = Counter(domain_of.values())
+    peak = max(
+        (
+            *(Fraction(nbytes, members[domain]) for domain, nbytes in entering.items()),
+            *(Fraction(nbytes) for nbytes in receiving.values()),
+        ),
+        default=Fraction(0),
+    )
+    return {rank: int(peak * ALL / nbytes) for rank, nbytes in sending.items() if nbytes > peak}
+
+
+class Chains:
+    """Shares out, region by region, which domains get it from a trainer and which from the domain before them.
+
+    Over many regions the trainers' part comes to the share asked for, to within one region.
+    """
+
+    def __init__(self) -> None:
+        self._owed: dict[int, int] = {}
+
+    def distances(self, num_domains: int, share: int, turn: int) -> tuple[int, ...]:
+        """For every domain the distance to the start of its chain: 0 is sent by a trainer, others by the one before.
+
+        At least one is 0. Domain `turn` modulo their number is the first in the first chain.
+        """
+        if num_domains == 1 or share >= ALL:
+            return (0,) * num_domains
+        owed = self._owed.get(share, 0) + share * num_domains
+        num_heads = max(1, min(num_domains, owed // ALL))
+        self._owed[share] = max(0, owed - num_heads * ALL)
+        distances = [0] * num_domains
+        since = 0
+        for place in range(num_domains):
+            starts = place * num_heads // num_domains != (place - 1) * num_heads // num_domains
+            since = 0 if starts else since + 1
+            distances[(turn + place) % num_domains] = since
+        return tuple(distances)
