@@ -243,7 +243,7 @@ class _Chooser:
                 self._loads.fast_send[crew[src]] += nbytes
 
     def _choose(self, shares: Sequence[int], turn: int, weight: int, loads: _RoleLoads) -> Moves:
-        """Variant number `turn`, used by `weight` tensors of the crew whose `loads` these are: moves by lag and piece."""
+        """Variant number `turn`, by lag and piece, for `weight` tensors of the crew whose `loads` these are."""
         moves: list[Move] = []
         for place, fan in enumerate(self._fans):
             demands = [self._choice.demands[index] for index in fan]

@@ -25,9 +25,9 @@ class Bound:
 def bound_of(kinds: Iterable[Kind], topology: Topology, domain_of: Mapping[int, int]) -> Bound:
     """The floor of a refit of these tensors, at nominal rates, without pack, install or latency.
 
-    Its seconds are the largest of: for each target domain, what must enter it over the network rates of its ranks;
-    for each rank, what only it holds and another domain needs over its network rate; for each rank, what it needs and
-    does not hold over its network and fast rates.
+    Its seconds are the largest of: for each target domain, what must enter it over the rates of its NICs; for each NIC,
+    what only one rank at it holds and another domain needs over its rate; for each rank, what it needs and does not
+    hold over the rates of its NIC and its fast links.
     """
     unique = 0
     entering: Counter[int] = Counter()
@@ -44,12 +44,17 @@ def bound_of(kinds: Iterable[Kind], topology: Topology, domain_of: Mapping[int, 
                 only_here[crew[role]] += nbytes * count
             for role, nbytes in want.items():
                 wanting[crew[role]] += nbytes * count
-    members = Counter(domain_of.values())
+    nic_of = topology.nics_with(domain_of)
+    num_nics = Counter(domain_of[rank] for rank in set(nic_of.values()))
+    only_at: Counter[int] = Counter()
+    for rank, nbytes in only_here.items():
+        only_at[nic_of[rank]] += nbytes
     network, fast = topology.network_bytes_per_s, topology.fast_bytes_per_s
     limits = [
-        (nbytes / (members[domain] * network), f"inbound of domain {domain}") for domain, nbytes in entering.items()
+        (nbytes / (num_nics[domain] * network), f"inbound of domain {domain}") for domain, nbytes in entering.items()
     ]
-    limits += [(nbytes / network, f"only copy on rank {rank}") for rank, nbytes in only_here.items()]
+    only = "only copies at the NIC of rank" if topology.ranks_per_nic > 1 else "only copy on rank"
+    limits += [(nbytes / network, f"{only} {rank}") for rank, nbytes in only_at.items()]
     limits += [(nbytes / (network + fast), f"inbound of rank {rank}") for rank, nbytes in wanting.items()]
     seconds, bottleneck = max(limits, key=lambda limit: (limit[0], limit[1]), default=(0.0, "nothing to move"))
     return Bound(unique, sum(entering.values()), seconds, bottleneck)
