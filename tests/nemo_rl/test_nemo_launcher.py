@@ -53,7 +53,7 @@ def runs(cluster: None, checkout: Path, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("launcher")
     grpo_task.register()
     ACTOR_ENVIRONMENT_REGISTRY.update(dict.fromkeys(ACTOR_ENVIRONMENT_REGISTRY, PY_EXECUTABLES.SYSTEM))
-    grpo_task.write_model(folder / "model", seed=0)
+    grpo_task.write_model(folder / "model", "qwen3", seed=0)
     grpo_task.write_prompts(folder / "prompts.jsonl", grpo_run.PROMPTS * 8)
     path = write_recipe(folder)
     with pytest.MonkeyPatch.context() as patch:
