@@ -74,7 +74,9 @@ def parse_model_spec(
 def model_of(plain: Mapping[str, Any], folder: Path | None = None) -> ModelShape:
     """The model that a spec names. Raises ConfigError listing every fault of it."""
     given = plain["model"]
-    path = given.get("hf_config") if isinstance(given, dict) else None
+    if not isinstance(given, dict):
+        raise ConfigError(f"model: must be a mapping with a preset or an hf_config; got {given!r}")
+    path = given.get("hf_config")
     if folder is not None and isinstance(path, str) and (folder / path).exists():
         given = {**given, "hf_config": str(folder / path)}
     return read_model(given)
