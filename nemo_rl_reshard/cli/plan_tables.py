@@ -78,11 +78,11 @@ def _by_side(rows: Sequence[Mapping[str, int]], spec: RefitSpec) -> Table:
         ranks = set(catalog.ranks)
         own = [row for row in rows if row["rank"] in ranks]
         columns.append([[row[key] for row in own] for key in _LOADS] + [list(held_bytes(catalog).values())])
-    table = Table(title="per rank", title_justify="left", header_style="bold")
+    counts = f"{len(spec.source.ranks)} trainers, {len(spec.target.ranks)} inference ranks"
+    table = Table(title=f"per rank: {counts}", title_justify="left", header_style="bold")
     table.add_column("bytes")
-    for side, catalog in (("trainers", spec.source), ("inference", spec.target)):
-        table.add_column(f"{len(catalog.ranks)} {side}: mean", justify="right")
-        table.add_column("busiest", justify="right")
+    for name in ("trainers: mean", "busiest", "inference: mean", "busiest"):
+        table.add_column(name, justify="right")
     for label, *sides in zip((*_LOADS, "weights held"), *columns, strict=True):
         cells = [cell for values in sides for cell in _mean_and_most(values)]
         table.add_row(label.replace("recv", "receive").replace("_", " "), *cells)

@@ -60,7 +60,7 @@ def head(figure: Figure, title: str, *lines: str) -> None:
         figure.text(left, 1 - (0.37 + 0.19 * index) / height, line, fontsize=9.5, color=SUBDUED, va="top")
 
 
-def write_figure(path: Path, size: tuple[float, float], fill: Callable[[Figure], None], dpi: int = 150) -> None:
+def write_figure(path: Path, size: tuple[float, float], fill: Callable[[Figure], None]) -> None:
     """Draw with `fill` and write a PNG of `size` inches. Raises ConfigError if it cannot be written."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
@@ -68,6 +68,6 @@ def write_figure(path: Path, size: tuple[float, float], fill: Callable[[Figure],
         fill(figure)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, format="png", dpi=dpi, metadata={"Software": None})
+            figure.savefig(path, format="png", dpi=130, metadata={"Software": None}, pil_kwargs={"optimize": True})
         except OSError as fault:
             raise ConfigError(f"--plot {path}: cannot be written: {fault.strerror}") from fault
