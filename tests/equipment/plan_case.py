@@ -107,8 +107,8 @@ class PlanCase:
 def planned(case: PlanCase) -> Refit:
     """Declare, match, route and plan `case`."""
     topology = Topology(domains=case.domains)
-    given = _specs(case, Side.TRAINER)
-    wanted = _specs(case, Side.INFERENCE)
+    given = declarations(case, Side.TRAINER)
+    wanted = declarations(case, Side.INFERENCE)
     source = catalog(Side.TRAINER, case.sources, given)
     target = catalog(Side.INFERENCE, case.targets, wanted)
     padded = {pair.name: pair.shape for pair in case.tensors if pair.source_shape is not None}
@@ -126,7 +126,8 @@ def declared(held: Held, shape: Iterable[int]) -> TensorLayout:
     return TensorLayout.from_regions(tuple(shape), boxes)
 
 
-def _specs(case: PlanCase, side: Side) -> list[tuple[TensorSpec, TensorLayout]]:
+def declarations(case: PlanCase, side: Side) -> list[tuple[TensorSpec, TensorLayout]]:
+    """What one side declares, as `equipment.declaring` takes it."""
     found = []
     for pair in case.tensors:
         if side is Side.TRAINER:
