@@ -91,10 +91,12 @@ def _draw_link(axes: Axes, link: str, name: str, rows: Sequence[Mapping[str, int
 
 
 def _label_load(axes: Axes, sign: int, loads: _FLOAT, edges: _FLOAT, topology: Topology, link: str) -> None:
-    """The mean as a dashed line; the busiest rank, how far it is above that, and how long it takes at line rate."""
+    """The busiest rank, how far it is above the mean (a dashed line, if it is), and how long it takes at line rate."""
     busiest, mean = float(loads[0]), float(loads.mean())
     rate = topology.network_bytes_per_s / topology.ranks_per_nic if link == "network" else topology.fast_bytes_per_s
-    axes.plot((edges[0], edges[-1]), (sign * mean, sign * mean), color="white", linewidth=1.1, linestyle=(0, (4, 3)))
+    if busiest > 1.02 * mean:
+        level = (sign * mean, sign * mean)
+        axes.plot((edges[0], edges[-1]), level, color="white", linewidth=1.1, linestyle=(0, (4, 3)))
     axes.annotate(
         f"{'sends' if sign > 0 else 'receives'} at most {bytes_text(busiest)}, {busiest / mean:.2f}x the mean; "
         f"{seconds_text(busiest / rate)} at line rate",
