@@ -44,8 +44,16 @@ $(NEMO_VENV)/.ready: $(VENV)/.ready requirements/nemo-rl-cpu.txt
 	  --no-binary antlr4-python3-runtime --requirement requirements/nemo-rl-cpu.txt
 	touch $@
 
-test-nemo-rl: $(NEMO_VENV)/.ready  ## the plugin under the real NeMo RL: make test-nemo-rl NEMO_RL=<checkout> (under 30 minutes)
+# Not among the other packages: only the processes of the worker that needs it may find it.
+$(NEMO_VENV)/automodel/.ready: $(NEMO_VENV)/.ready requirements/nemo-automodel.txt
+	rm -rf $(NEMO_VENV)/automodel
+	$(PIP) --python $(NEMO_VENV)/bin/python install --quiet --no-deps --only-binary :all: \
+	  --target $(NEMO_VENV)/automodel --requirement requirements/nemo-automodel.txt
+	touch $@
+
+test-nemo-rl: $(NEMO_VENV)/automodel/.ready  ## the plugin under the real NeMo RL: make test-nemo-rl NEMO_RL=<checkout> (under 30 minutes)
 	@test -f "$(NEMO_RL)/nemo_rl/__init__.py" || { echo "name a checkout of NeMo RL: make test-nemo-rl NEMO_RL=<folder>"; exit 2; }
+	PYTHONPATH=$(NEMO_VENV)/automodel $(NEMO_VENV)/bin/python -m pytest tests/contract/test_contract_automodel.py
 	NEMO_RL="$(abspath $(NEMO_RL))" $(NEMO_VENV)/bin/python -m pytest tests/nemo_rl
 
 # As above; torch brings its own libraries.

@@ -35,8 +35,9 @@ def _newer_python(module: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def _older_transformers(module: ModuleType) -> Iterator[None]:
+    # These read the version, and the processors replace the module `transformers` by a new one, while they are loaded.
+    from transformers import AutoProcessor, AutoTokenizer  # noqa: F401,I001
     import transformers
-    from transformers import AutoTokenizer  # noqa: F401  (loads what would read the version meanwhile)
 
     true_version = transformers.__version__
     transformers.__version__ = ADMITTED_TRANSFORMERS
@@ -101,10 +102,34 @@ def _cpu_engine(module: Any) -> Iterator[None]:
     module.EngineArgs.__post_init__ = complete_for_cpu
 
 
+@contextmanager
+def _without_triton(module: ModuleType) -> Iterator[None]:
+    """Triton 3.9 refuses one of these kernels for a name it does not have; without Triton they are not defined."""
+    present = {name: sys.modules.pop(name) for name in ("triton", "triton.language") if name in sys.modules}
+    sys.modules["triton"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["triton"]
+        sys.modules.update(present)
+
+
+@contextmanager
+def _cpu_meshes(module: Any) -> Iterator[None]:
+    """This module is imported before the worker's, even in the driver, and keeps the function it finds."""
+    yield
+    import torch
+
+    module.init_device_mesh = lambda *of, **named: torch.distributed.device_mesh.init_device_mesh(*of, **named)
+
+
 STAND_INS: dict[str, Callable[[ModuleType], AbstractContextManager[None]]] = {
+    "nemo_automodel.components._peft.lora_kernel": _without_triton,
+    "nemo_automodel.components.distributed.mesh_utils": _cpu_meshes,
     "nemo_rl": _newer_python,
     "nemo_rl.models.policy": _older_transformers,
     "nemo_rl.models.policy.workers.dtensor_policy_worker": _cuda_as_cpu,
+    "nemo_rl.models.policy.workers.dtensor_policy_worker_v2": _cuda_as_cpu,
     "nemo_rl.models.generation.vllm.vllm_backend": _engine_worker,
     "nemo_rl.utils.nvml": _device_query,
     "nemo_rl.utils.packed_tensor": _buffer_size,

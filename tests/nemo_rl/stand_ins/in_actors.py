@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -28,12 +29,18 @@ def change_weights(worker: Any, factor: float) -> None:
             local.mul_(factor).add_(0.001 * factor)
 
 
+def placements(worker: Any, tensors: list[str]) -> dict[str, str]:
+    """Name -> how it is placed in each dimension of its mesh that spreads over more than one trainer."""
+    held = dict(worker.model.named_parameters())
+    return {name: _placement(held[name]) for name in tensors}
+
+
 def full_tensors(worker: Any) -> Plain:
     """What the stock generator of whole tensors yields. A collective: run on all trainers at once."""
-    from nemo_rl.models.policy.workers.dtensor_policy_worker import dtensor_params_generator
-
+    # Each version of the worker has a generator of its own.
+    stock = importlib.import_module(type(worker).__module__)
     with torch.no_grad():
-        return to_plain(dtensor_params_generator(worker.model, worker.dtype))
+        return to_plain(stock.dtensor_params_generator(worker.model, worker.dtype))
 
 
 def engine_parameters(worker: Any) -> Plain:
@@ -75,6 +82,14 @@ def to_plain(named: Iterable[tuple[str, torch.Tensor]]) -> Plain:
 
 def from_plain(plain: Plain) -> dict[str, torch.Tensor]:
     return dict(_tensors(plain))
+
+
+def _placement(tensor: DTensor) -> str:
+    mesh = tensor.device_mesh
+    # Some names are members of an enumeration of text.
+    names = [str(getattr(name, "value", name)) for name in mesh.mesh_dim_names or ()]
+    each = zip(names, mesh.shape, tensor.placements, strict=True)
+    return " ".join(f"{name}: {placement}" for name, size, placement in each if size > 1)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

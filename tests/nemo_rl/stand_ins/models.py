@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 _COMMON: dict[str, Any] = {
     # Not a multiple of 64 times any parallel size, so that engines pad it.
@@ -36,3 +38,9 @@ def write_expert_model(folder: Path) -> Path:
     config = Qwen3MoeConfig(**_COMMON, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Version 2 of the policy worker loads one; nothing is written with it."""
+    words = Tokenizer(WordLevel({"<pad>": 0, "<end>": 1, "<unk>": 2}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>").save_pretrained(folder)

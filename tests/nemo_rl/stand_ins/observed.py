@@ -53,7 +53,7 @@ class ObservedWorld:
         return self.parameters()
 
     def change_weights(self, factor: float) -> None:
-        self.on_trainers(in_actors.change_weights, factor)
+        self.on_trainers(in_actors.change_weights, factor=factor)
 
     def parameters(self) -> Parameters:
         """What every engine holds."""
@@ -66,10 +66,11 @@ class ObservedWorld:
         self.on_engines(in_actors.load_whole, whole)
         return self.parameters()
 
-    def on_trainers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """`function(worker, *arguments)` on every policy worker; answers in rank order."""
+    def on_trainers(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """`function(worker, **arguments)` on every policy worker; answers in rank order."""
         workers = self.parts.policy.worker_group.workers
-        return ray.get([each.__ray_call__.remote(function, *arguments) for each in workers], timeout=TIMEOUT_S)
+        # By keyword alone, as the plugin asks: decorators of version 2 of the worker hide its methods' signatures.
+        return ray.get([each.__ray_call__.remote(fn=function, **arguments) for each in workers], timeout=TIMEOUT_S)
 
     def on_engines(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """`function(worker, *arguments)` in every engine worker; per engine the answers in executor order."""

@@ -13,7 +13,7 @@ from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 
 TOKENIZER = SimpleNamespace(pad_token_id=0)
-"""All that a policy worker reads of a tokenizer unless it saves a checkpoint."""
+"""All that the driver, and version 1 of a policy worker, reads of a tokenizer unless it saves a checkpoint."""
 
 
 class Parts:

@@ -46,7 +46,7 @@ class Recipe:
             "policy.tokenizer.name": str(self.model),
             "policy.precision": self.precision,
             "policy.max_total_sequence_length": 64,
-            # Version 2 needs Automodel, which needs CUDA.
+            # Version 2 needs Automodel on the import path of its processes alone.
             "policy.dtensor_cfg._v2": False,
             "policy.dtensor_cfg.tensor_parallel_size": self.trainer_tp,
             # Flash attention.
