@@ -23,7 +23,7 @@ from nemo_rl_reshard.simulate.baselines.gather_broadcast import simulate_gather_
 from nemo_rl_reshard.simulate.baselines.point_to_point import simulate_point_to_point
 from nemo_rl_reshard.simulate.baselines.published import simulate_published
 from nemo_rl_reshard.simulate.clock import simulate_plan
-from nemo_rl_reshard.simulate.constants import FITTED
+from nemo_rl_reshard.simulate.constants import FITTED, Constants
 from nemo_rl_reshard.simulate.simulation import PHASES, Simulation
 
 OURS, PUBLISHED = "this plan", "published design"
@@ -31,6 +31,7 @@ _KEYS = {
     "gather and broadcast": "gather_broadcast",
     "point to point": "point_to_point",
     PUBLISHED: "published",
+    "published, calls free": "published_calls_free",
     OURS: "reshard",
 }
 """What people read -> what the JSON calls it."""
@@ -59,13 +60,26 @@ def run_simulate(spec_file: Path, json_file: Path | None, picture: Path | None, 
 
 
 def simulate_designs(spec: RefitSpec, plan: Plan) -> dict[str, Simulation]:
-    """Four ways to do the same refit, the plan last. All have the fixed cost per refit that published times show."""
+    """Five ways to do the same refit, the plan last. All have the fixed cost per refit that published times show.
+
+    Our plan is simulated with packing at memory speed and no cost per tensor, which is how it is meant to run and has
+    not been measured on GPUs. The published design is therefore there a second time with the same privileges: what then
+    remains between the two is the schedule.
+    """
     sides = (spec.source, spec.target, spec.topology)
     architecture = spec.described.architecture if spec.described else None
+    free = Constants(
+        collective_fraction=spec.topology.wire_efficiency,
+        copy_bytes_per_s=spec.topology.memory_bytes_per_s,
+        tensor_s=0.0,
+        piece_s=0.0,
+        refit_s=FITTED.refit_s,
+    )
     return {
         "gather and broadcast": simulate_gather_broadcast(*sides, FITTED),
         "point to point": simulate_point_to_point(*sides, FITTED),
         PUBLISHED: simulate_published(*sides, FITTED, architecture=architecture),
+        "published, calls free": simulate_published(*sides, free, architecture=architecture),
         OURS: simulate_plan(plan, *sides, overhead_s=FITTED.refit_s),
     }
 
@@ -118,8 +132,8 @@ def print_designs(result: Mapping[str, Any], console: Console) -> None:
         table.add_column(name, justify="right", style="bold" if name == OURS else "")
     table.add_row("seconds", *(seconds_text(row["seconds"]) for row in designs))
     if floor:
-        table.add_row("over the floor", *(f"{row['over_floor']:.2f}x" for row in designs))
-    table.add_row("over this plan", *(f"{row['seconds'] / ours:.2f}x" for row in designs), end_section=True)
+        table.add_row("x floor", *(f"{row['over_floor']:.2f}" for row in designs))
+    table.add_row("x plan", *(f"{row['seconds'] / ours:.2f}" for row in designs), end_section=True)
     for phase in PHASES:
         spent = [row["phases"][phase] for row in designs]
         if any(spent):

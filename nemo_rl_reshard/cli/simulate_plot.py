@@ -33,7 +33,7 @@ _CLASSES = (
     ("network receive", "inference", "engines' NICs, receiving", ORANGE),
     ("fast", "inference", "engines' fast links", GREEN),
 )
-_LEAST_BUSY = 0.005
+_LEAST_BUSY = 0.02
 """A class that nowhere reaches this fraction is left out."""
 
 

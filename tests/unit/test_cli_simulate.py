@@ -1,4 +1,4 @@
-"""`simulate`: four designs from the same inputs, as a table, as JSON and as a picture."""
+"""`simulate`: five designs from the same inputs, as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from equipment.command import Command
 from equipment.model_specs import EXPERTS, model_spec, write_spec
 
-DESIGNS = ["gather_broadcast", "point_to_point", "published", "reshard"]
+DESIGNS = ["gather_broadcast", "point_to_point", "published", "published_calls_free", "reshard"]
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_the_table_names_the_designs_the_floor_and_what_this_plan_waits_for(comm
     ended = command("simulate", write_spec(command.folder, wide(command.folder)))
     assert (ended.code, ended.err) == (0, "")
     text = " ".join(ended.out.split())
-    for phrase in ("gather and", "point to", "published", "over this plan", "this plan waits for:"):
+    for phrase in ("gather and", "point to", "published", "x floor", "this plan waits for:"):
         assert phrase in text
 
 
