@@ -16,7 +16,9 @@ from nemo_rl_reshard.sources.adapter_map import AdapterMap, Unproven
 from nemo_rl_reshard.sources.naming import Piece
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("nemo_automodel") is None, reason="needs nemo_automodel on PYTHONPATH"),
+    pytest.mark.skipif(
+        find_spec("nemo_automodel") is None, reason="needs nemo_automodel on PYTHONPATH, as make test-nemo-rl has it"
+    ),
     pytest.mark.filterwarnings("ignore"),  # of its own imports
 ]
 
