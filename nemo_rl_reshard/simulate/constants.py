@@ -31,11 +31,11 @@ class Constants:
 
 
 FITTED = Constants(
-    collective_fraction=0.644,
-    copy_bytes_per_s=66e9,
-    tensor_s=68e-6,
-    piece_s=0.32e-3,
-    refit_s=0.32,
+    collective_fraction=0.661,
+    copy_bytes_per_s=64.3e9,
+    tensor_s=70.9e-6,
+    piece_s=0.284e-3,
+    refit_s=0.355,
 )
 """The fit."""
 

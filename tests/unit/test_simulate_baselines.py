@@ -3,8 +3,8 @@
 from dataclasses import fields, replace
 
 import pytest
-
 from equipment.declaring import GATE, catalog, layout
+
 from nemo_rl_reshard.layout import Region, TensorLayout
 from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.params.spec import TensorSpec

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
 from equipment.declaring import GATE, layout, one_tensor, refit
+
 from nemo_rl_reshard.params.routing import RoutePolicy
 from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.plan.plan import PlanOptions
