@@ -10,7 +10,7 @@ from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.virtual.model import ModelShape
 from nemo_rl_reshard.virtual.places import Place
-from nemo_rl_reshard.virtual.roles import Role
+from nemo_rl_reshard.virtual.roles import Placed, Role
 
 Seat = Callable[[Place, Role], Hashable]
 LayOut = Callable[[TensorSpec, Place, Role], TensorLayout]
@@ -19,7 +19,7 @@ LayOut = Callable[[TensorSpec, Place, Role], TensorLayout]
 def assemble(
     side: Side,
     model: ModelShape,
-    placed: Sequence[tuple[Place, Role]],
+    placed: Placed,
     ranks: Sequence[int],
     seat: Seat,
     lay_out: LayOut,

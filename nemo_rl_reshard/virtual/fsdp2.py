@@ -41,11 +41,12 @@ def fsdp2_source(
     ep, and dim 1 of each is cut over the other data ranks (ep_shard). Tensor parallelism leaves experts whole. All
     cuts are torch.chunk's: uneven ones are fine. Raises ConfigError listing every size that does not fit.
     """
+    placed = roles_of(model)
     faults = FaultList(f"fsdp2 source of {model.name}", ConfigError)
     if are_positive(faults, world=world, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, ep=ep):
         note_unequal(faults, world, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
         note_remainder(faults, "ep", ep, "the data ranks dp_replicate * dp_shard =", dp_replicate * dp_shard)
-        experts = num_experts(model)
+        experts = num_experts(placed)
         if ep > max(1, experts):
             faults.add(f"ep {ep}: the model has {experts} experts a layer")
     faults.raise_if_any()
@@ -53,7 +54,7 @@ def fsdp2_source(
     dense = Mesh(("dp_replicate", "dp_shard", "tp"), (dp_replicate, dp_shard, tp), ranks)
     moe = Mesh(("ep_shard", "ep", "tp"), (dp_replicate * dp_shard // ep, ep, tp), ranks)
     rule = _Rule(dense, moe, experts)
-    return assemble(Side.TRAINER, model, roles_of(model), ranks, rule.seat, rule.lay_out)
+    return assemble(Side.TRAINER, model, placed, ranks, rule.seat, rule.lay_out)
 
 
 class _Rule:

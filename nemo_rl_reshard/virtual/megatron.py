@@ -15,8 +15,8 @@ from nemo_rl_reshard.virtual.model import ModelShape
 from nemo_rl_reshard.virtual.places import Place
 from nemo_rl_reshard.virtual.role_cuts import cut_of
 from nemo_rl_reshard.virtual.roles import EXPERTS, Role, roles_of
-from nemo_rl_reshard.virtual.sizes import are_positive, note_remainder, num_experts
-from nemo_rl_reshard.virtual.stages import early_stages, num_layers, stage_by_layer
+from nemo_rl_reshard.virtual.sizes import are_positive, note_remainder, num_experts, num_layers
+from nemo_rl_reshard.virtual.stages import early_stages, stage_by_layer
 
 _Seat = tuple[tuple[int, ...], int]  # the stages that hold a tensor, the expert group (-1 for what is no expert)
 
@@ -42,8 +42,9 @@ def megatron_source(
     last as well), final norm and head on the last. A vocabulary that tp does not divide is padded at the end. Raises
     ConfigError listing every size that does not fit.
     """
+    placed = roles_of(model)
     faults = FaultList(f"megatron source of {model.name}", ConfigError)
-    layers, experts = num_layers(model), num_experts(model)
+    layers, experts = num_layers(placed), num_experts(placed)
     if are_positive(faults, world=world, tp=tp, pp=pp, ep=ep, etp=etp, cp=cp):
         note_remainder(faults, "tp * cp * pp =", tp * cp * pp, "world", world)
         if world % pp == 0:
@@ -57,7 +58,7 @@ def megatron_source(
     grid = _Grid(world // pp, tp, ep, etp, first_rank)
     rule = _Rule(model, grid, stage_by_layer(stages or early_stages(layers, pp)), experts // ep or 1, faults)
     ranks = range(first_rank, first_rank + world)
-    catalog = assemble(Side.TRAINER, model, roles_of(model), ranks, rule.seat, rule.lay_out)
+    catalog = assemble(Side.TRAINER, model, placed, ranks, rule.seat, rule.lay_out)
     faults.raise_if_any()
     return catalog
 

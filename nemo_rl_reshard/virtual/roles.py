@@ -32,6 +32,9 @@ class Role(StrEnum):
     STATE_INPUT = "gate, channels, groups and heads of a state-space mixer"
 
 
+Placed = tuple[tuple[Place, Role], ...]
+"""Place and role of every tensor of a model, in its order."""
+
 EXPERTS = frozenset({Role.EXPERT_COLUMN, Role.EXPERT_ROW})
 ROWS = frozenset({Role.ROW, Role.SHARED_ROW, Role.EXPERT_ROW})
 OUTSIDE_LAYERS = frozenset({Role.TOKENS, Role.HEAD, Role.FINAL_NORM})
@@ -94,7 +97,7 @@ _ROLES: dict[str, dict[str, Role]] = {
 _ROUTERS = frozenset({"gate", "shared_expert_gate", "router", "e_score_correction_bias"})
 
 
-def roles_of(model: ModelShape) -> tuple[tuple[Place, Role], ...]:
+def roles_of(model: ModelShape) -> Placed:
     """Place and role of every tensor, in model order.
 
     Raises one ConfigError that lists the kinds of tensors that no rule knows, each by its first name.

@@ -1,12 +1,11 @@
-"""Checks of parallel sizes that all backends share; every fault is noted, none is raised."""
+"""Parallel sizes against a model: counts of its layers and experts, and checks that note faults and raise none."""
 
 from __future__ import annotations
 
 from math import prod
 
 from nemo_rl_reshard.errors import FaultList
-from nemo_rl_reshard.virtual.model import ModelShape
-from nemo_rl_reshard.virtual.places import Place
+from nemo_rl_reshard.virtual.roles import Placed
 
 
 def are_positive(faults: FaultList, **sizes: int) -> bool:
@@ -30,6 +29,11 @@ def note_remainder(faults: FaultList, name: str, size: int, what: str, total: in
         faults.add(f"{name} {size}: does not divide {what} {total}")
 
 
-def num_experts(model: ModelShape) -> int:
+def num_layers(placed: Placed) -> int:
+    """Layers of a model, counted by the names of its tensors."""
+    return 1 + max((place.layer for place, _ in placed if place.layer is not None), default=-1)
+
+
+def num_experts(placed: Placed) -> int:
     """Routed experts of a layer, counted by the names of the tensors; 0 for a dense model."""
-    return 1 + max((expert for spec in model.specs if (expert := Place.of(spec.name).expert) is not None), default=-1)
+    return 1 + max((place.expert for place, _ in placed if place.expert is not None), default=-1)

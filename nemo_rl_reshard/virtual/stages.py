@@ -4,14 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nemo_rl_reshard.virtual.model import ModelShape
-from nemo_rl_reshard.virtual.places import Place
-
-
-def num_layers(model: ModelShape) -> int:
-    """Layers of the model, counted by the names of its tensors."""
-    return 1 + max((layer for spec in model.specs if (layer := Place.of(spec.name).layer) is not None), default=-1)
-
 
 def early_stages(layers: int, stages: int) -> tuple[int, ...]:
     """Layers per stage, as even as possible, the first stages taking what is left over."""

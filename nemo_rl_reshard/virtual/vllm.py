@@ -14,8 +14,8 @@ from nemo_rl_reshard.virtual.model import ModelShape
 from nemo_rl_reshard.virtual.places import Place
 from nemo_rl_reshard.virtual.role_cuts import cut_of
 from nemo_rl_reshard.virtual.roles import EXPERTS, Role, roles_of
-from nemo_rl_reshard.virtual.sizes import are_positive, note_unequal, num_experts
-from nemo_rl_reshard.virtual.stages import engine_stages, num_layers, stage_by_layer
+from nemo_rl_reshard.virtual.sizes import are_positive, note_unequal, num_experts, num_layers
+from nemo_rl_reshard.virtual.stages import engine_stages, stage_by_layer
 
 _VOCABULARY_PADDING = 64
 _EVERYWHERE = frozenset(
@@ -45,8 +45,9 @@ def vllm_target(
     that work as one group (whose shared experts vLLM keeps whole on each rank, as tokens are divided there). Layers
     are dealt over stages as vLLM deals them. Raises ConfigError listing every size that does not fit.
     """
+    placed = roles_of(model)
     faults = FaultList(f"vllm target of {model.name}", ConfigError)
-    layers, experts = num_layers(model), num_experts(model)
+    layers, experts = num_layers(placed), num_experts(placed)
     if are_positive(faults, world=world, tp=tp, dp=dp, ep=ep, pp=pp):
         note_unequal(faults, world, tp=tp, dp=dp, pp=pp)
         if ep > 1 and (ep % tp or dp % max(1, ep // tp)):
@@ -60,7 +61,7 @@ def vllm_target(
     rule = _Rule(model, grid, stage_by_layer(engine_stages(layers, pp)), experts, faults)
     ranks = range(first_rank, first_rank + world)
     catalog = assemble(
-        Side.INFERENCE, model, roles_of(model), ranks, rule.seat, rule.lay_out, dtypes=_FLOAT32, indirect=_INDIRECT
+        Side.INFERENCE, model, placed, ranks, rule.seat, rule.lay_out, dtypes=_FLOAT32, indirect=_INDIRECT
     )
     faults.raise_if_any()
     return catalog
