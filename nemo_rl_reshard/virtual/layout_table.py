@@ -45,8 +45,9 @@ def whole(ranks: Sequence[int]) -> tuple[Cut, Owners]:
     return WHOLE, (tuple(ranks),)
 
 
-def note_indivisible(faults: FaultList, tensor: str, role: str, cut: Cut | FusedCut, parts: int, size: str) -> None:
-    """Note why `tensor` cannot be cut into `parts`, if it cannot; `size` names the field that asks for it."""
+def is_divisible(faults: FaultList, tensor: str, role: str, cut: Cut | FusedCut, parts: int, size: str) -> bool:
+    """Whether `tensor` can be cut into `parts`; notes why not. `size` names the field that asks for so many."""
     reason = cut.why_not(parts)
     if reason:
         faults.add(f"{size} {parts}: {tensor} and its like ({role}): {reason}; choose a {size} that divides them")
+    return not reason

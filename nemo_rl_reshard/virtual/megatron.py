@@ -10,7 +10,7 @@ from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.virtual.assembly import assemble
 from nemo_rl_reshard.virtual.cuts import WHOLE, Cut, FusedCut, Section
 from nemo_rl_reshard.virtual.fused_heads import FusedHeads, projection
-from nemo_rl_reshard.virtual.layout_table import LayoutTable, Owners, note_indivisible
+from nemo_rl_reshard.virtual.layout_table import LayoutTable, Owners, is_divisible
 from nemo_rl_reshard.virtual.model import ModelShape
 from nemo_rl_reshard.virtual.places import Place
 from nemo_rl_reshard.virtual.role_cuts import cut_of
@@ -118,9 +118,7 @@ class _Rule:
             owners, size = self._grid.expert(stages[0], group), "etp"
         else:
             owners, size = self._grid.dense(stages), "tp"
-        before = len(self._faults)
-        note_indivisible(self._faults, spec.name, role, cut, len(owners), size)
-        if len(self._faults) > before:
+        if not is_divisible(self._faults, spec.name, role, cut, len(owners), size):
             cut = WHOLE
         return self._table.cut(spec.shape, cut, owners)
 

@@ -22,6 +22,8 @@ def cut_of(role: Role, shape: tuple[int, ...], model: ModelShape) -> Cut:
         return Cut(0, (Section(shape[0], model.number("num_key_value_heads", "num_attention_heads"), copied=True),))
     if role is Role.DELTA_VALUES:
         return even(shape, 0, model.number("linear_num_value_heads"))
+    if role is Role.DELTA_GROUPS:
+        return even(shape, 0, model.number("linear_num_key_heads"))
     if role is Role.DELTA_MIXED:
         return Cut(0, _delta_sections(model))
     if role is Role.STATE_HEADS:

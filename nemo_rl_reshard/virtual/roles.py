@@ -26,6 +26,7 @@ class Role(StrEnum):
     EXPERT_ROW = "expert rows"
     DELTA_VALUES = "value heads of linear attention"
     DELTA_MIXED = "query, key and value heads of linear attention"
+    DELTA_GROUPS = "groups of a key head of linear attention"
     STATE_HEADS = "heads of a state-space mixer"
     STATE_CHANNELS = "channels of a state-space mixer"
     STATE_MIXED = "channels and groups of a state-space mixer"
@@ -50,6 +51,7 @@ _OUTSIDE = {
 _FEED_FORWARD = {"gate_proj": Role.COLUMN, "up_proj": Role.COLUMN, "down_proj": Role.ROW}
 _SHARED = {"gate_proj": Role.SHARED_COLUMN, "up_proj": Role.SHARED_COLUMN, "down_proj": Role.SHARED_ROW}
 _EXPERT = {"gate_proj": Role.EXPERT_COLUMN, "up_proj": Role.EXPERT_COLUMN, "down_proj": Role.EXPERT_ROW}
+_MIXTRAL_EXPERT = {"w1": Role.EXPERT_COLUMN, "w3": Role.EXPERT_COLUMN, "w2": Role.EXPERT_ROW}
 _ATTENTION = {
     "q_proj": Role.QUERY,
     "k_proj": Role.KEY_VALUE,
@@ -64,6 +66,9 @@ _ATTENTION = {
 _DELTA = {
     "in_proj_qkv": Role.DELTA_MIXED,
     "conv1d": Role.DELTA_MIXED,
+    # Qwen3-Next keeps the rows of a key head and its value heads together, where Qwen3.5 has sections.
+    "in_proj_qkvz": Role.DELTA_GROUPS,
+    "in_proj_ba": Role.DELTA_GROUPS,
     "in_proj_z": Role.DELTA_VALUES,
     "in_proj_b": Role.DELTA_VALUES,
     "in_proj_a": Role.DELTA_VALUES,
@@ -87,6 +92,7 @@ _ROLES: dict[str, dict[str, Role]] = {
     "mlp.shared_expert": _SHARED,
     "mlp.shared_experts": _SHARED,
     "mlp.experts": _EXPERT,
+    "block_sparse_moe.experts": _MIXTRAL_EXPERT,
     "self_attn": _ATTENTION,
     "linear_attn": _DELTA,
     # One module name for every kind of layer: attention, state space, feed-forward and experts.

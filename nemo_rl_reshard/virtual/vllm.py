@@ -9,7 +9,7 @@ from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.virtual.assembly import assemble
 from nemo_rl_reshard.virtual.cuts import WHOLE, Cut, Section
-from nemo_rl_reshard.virtual.layout_table import LayoutTable, Owners, note_indivisible
+from nemo_rl_reshard.virtual.layout_table import LayoutTable, Owners, is_divisible
 from nemo_rl_reshard.virtual.model import ModelShape
 from nemo_rl_reshard.virtual.places import Place
 from nemo_rl_reshard.virtual.role_cuts import cut_of
@@ -20,7 +20,7 @@ from nemo_rl_reshard.virtual.stages import engine_stages, stage_by_layer
 _VOCABULARY_PADDING = 64
 _EVERYWHERE = frozenset(
     {"Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
-    | {"NemotronHForCausalLM"}
+    | {"MixtralForCausalLM", "NemotronHForCausalLM"}
 )
 """Architectures whose vLLM model keeps the token embedding on every pipeline stage."""
 _FLOAT32 = {
@@ -124,9 +124,7 @@ class _Rule:
         if owner >= 0:
             return self._table.cut(spec.shape, WHOLE, self._grid.expert(stages[0], owner))
         cut = self._cut(spec, role)
-        before = len(self._faults)
-        note_indivisible(self._faults, spec.name, role, cut, self._grid.tp, "tp")
-        if len(self._faults) > before:
+        if not is_divisible(self._faults, spec.name, role, cut, self._grid.tp, "tp"):
             cut = WHOLE
         return self._table.cut(spec.shape, cut, self._grid.parallel(stages))
 

@@ -94,6 +94,13 @@ _QWEN35 = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
+_QWEN3_NEXT = _QWEN35 | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "intermediate_size": 96,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+}
 _NEMOTRON = {
     "architectures": ["NemotronHForCausalLM"],
     "model_type": "nemotron_h",
@@ -121,6 +128,20 @@ _NEMOTRON = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
+_MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _QWEN3,
     "qwen3 tied": _QWEN3 | {"tie_word_embeddings": True},
@@ -129,7 +150,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek": _DEEPSEEK,
     "deepseek without q_lora": _DEEPSEEK | {"q_lora_rank": None, "num_hidden_layers": 2},
     "qwen3.5 moe": _QWEN35,
+    "qwen3 next": _QWEN3_NEXT,
     "nemotron": _NEMOTRON,
+    "mixtral": _MIXTRAL,
 }
 
 
@@ -177,10 +200,13 @@ CASES = (
     TraceCase("qwen3.5 moe", tp=2, ep=2),
     TraceCase("qwen3.5 moe", tp=2, dp=2, ep=4),
     TraceCase("qwen3.5 moe", tp=2, pp=2),
+    TraceCase("qwen3 next", tp=4),
     TraceCase("nemotron", tp=2),
     TraceCase("nemotron", tp=4, ep=4),
     TraceCase("nemotron", tp=2, dp=2, ep=4),
     TraceCase("nemotron", tp=2, pp=2),
+    TraceCase("mixtral", tp=2, pp=2),
+    TraceCase("mixtral", tp=2, ep=2),
 )
 
 
