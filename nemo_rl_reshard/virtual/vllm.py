@@ -13,16 +13,20 @@ from nemo_rl_reshard.virtual.layout_table import LayoutTable, Owners, is_divisib
 from nemo_rl_reshard.virtual.model import ModelShape
 from nemo_rl_reshard.virtual.places import Place
 from nemo_rl_reshard.virtual.role_cuts import cut_of
-from nemo_rl_reshard.virtual.roles import EXPERTS, Role, roles_of
+from nemo_rl_reshard.virtual.roles import EXPERTS, OUTSIDE_LAYERS, Role, roles_of
 from nemo_rl_reshard.virtual.sizes import are_positive, note_unequal, num_experts, num_layers
 from nemo_rl_reshard.virtual.stages import engine_stages, stage_by_layer
 
 _VOCABULARY_PADDING = 64
-_EVERYWHERE = frozenset(
-    {"Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
-    | {"MixtralForCausalLM", "NemotronHForCausalLM"}
-)
-"""Architectures whose vLLM model keeps the token embedding on every pipeline stage."""
+_EVERYWHERE = {
+    "MixtralForCausalLM": OUTSIDE_LAYERS,
+    **dict.fromkeys(
+        ("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+        frozenset({Role.TOKENS}),
+    ),
+    "NemotronHForCausalLM": frozenset({Role.TOKENS}),
+}
+"""What vLLM's model of an architecture keeps on every pipeline stage, used there or not."""
 _FLOAT32 = {
     "mlp.gate.e_score_correction_bias": "float32",
     "mixer.gate.e_score_correction_bias": "float32",
@@ -108,10 +112,10 @@ class _Rule:
         """Stages of a tensor, and who has its expert."""
         if place.layer is not None:
             stages: tuple[int, ...] = (self._stages[place.layer],)
+        elif role in _EVERYWHERE.get(self._model.architecture, ()):
+            stages = tuple(range(self._last + 1))
         elif role is not Role.TOKENS:
             stages = (self._last,)
-        elif self._model.architecture in _EVERYWHERE:
-            stages = tuple(range(self._last + 1))
         else:
             stages = (0, self._last) if self._tied and self._last else (0,)
         if self._grid.ep > 1 and role in EXPERTS and place.expert is not None:

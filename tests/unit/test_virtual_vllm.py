@@ -124,3 +124,16 @@ def test_a_tensor_of_an_unknown_kind_is_refused_by_name():
         vllm_target(odd, world=1, tp=1, first_rank=0)
     assert "model.layers.0.mlp.tensor_train.weight [4, 4]: no rule says" in str(caught.value)
     assert "model.novel.weight [2, 2]" in str(caught.value)
+
+
+def test_mixtral_keeps_what_is_outside_layers_on_every_stage():
+    shapes = {"model.embed_tokens.weight": (64, 4), "model.norm.weight": (4,), "lm_head.weight": (64, 4)}
+    for layer in range(2):
+        shapes[f"model.layers.{layer}.block_sparse_moe.gate.weight"] = (2, 4)
+        shapes[f"model.layers.{layer}.block_sparse_moe.experts.1.w1.weight"] = (6, 4)
+        shapes[f"model.layers.{layer}.block_sparse_moe.experts.1.w2.weight"] = (4, 6)
+    catalog = vllm_target(virtual_models.model(shapes, "MixtralForCausalLM"), world=4, tp=2, pp=2, first_rank=0)
+    assert all(list(held(catalog, name)) == [0, 1, 2, 3] for name in list(shapes)[:3])
+    path = f"{LAYER}.block_sparse_moe.experts.1"
+    assert held(catalog, f"{path}.w1.weight") == {2: [((0, 0), (3, 4))], 3: [((3, 0), (3, 4))]}
+    assert held(catalog, f"{path}.w2.weight") == {2: [((0, 0), (4, 3))], 3: [((0, 3), (4, 3))]}
