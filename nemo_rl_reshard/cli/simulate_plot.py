@@ -72,7 +72,7 @@ def _draw_bars(axes: Axes, rows: Mapping[str, Simulation], floor_s: float) -> No
         for phase in PHASES:
             width = row.phases.get(phase, 0.0)
             axes.barh(place, width, left=end, height=0.62, color=PHASE_COLOURS[phase], edgecolor="white", linewidth=0.6)
-            if width > 0.055 * longest:
+            if width > 0.075 * longest:
                 ink = "white" if phase in ("network", "leftover", "install") else INK
                 axes.text(end + width / 2, place, phase, ha="center", va="center", fontsize=8, color=ink)
             end += width
