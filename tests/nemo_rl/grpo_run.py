@@ -173,6 +173,10 @@ class Batch:
     by_engine: torch.Tensor
     by_trainer: torch.Tensor
 
+    def rows(self, chosen: torch.Tensor) -> Batch:
+        """The samples for which `chosen` [samples] is true."""
+        return Batch(*(each[chosen] for each in (self.tokens, self.is_answer, self.by_engine, self.by_trainer)))
+
     def gap(self, others: torch.Tensor | None = None) -> torch.Tensor:
         """Per sample, the mean absolute difference of the answer tokens' log-probabilities."""
         apart = ((self.by_trainer if others is None else others) - self.by_engine).abs() * self.is_answer
