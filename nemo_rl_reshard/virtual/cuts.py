@@ -49,16 +49,16 @@ class Cut:
     sections: tuple[Section, ...] = ()
 
     def regions(self, shape: tuple[int, ...], index: int, parts: int) -> tuple[Region, ...]:
-        """What part `index` of `parts` holds of a tensor of `shape`, as few boxes as possible."""
+        """What part `index` of `parts` holds of a tensor of `shape`: a box per section, none where that is empty."""
         if not self.sections:
             return (Region.whole(shape),)
-        intervals = []
+        found: list[Region] = []
         start = 0
         for section in self.sections:
             low, high = section.interval(index, parts)
-            intervals.append((start + low, start + high))
+            found += boxes(shape, self.dim, [(start + low, start + high)])
             start += section.length
-        return boxes(shape, self.dim, intervals)
+        return tuple(found)
 
     def why_not(self, parts: int) -> str:
         """Why a tensor cannot be cut so into `parts`; empty if it can."""

@@ -19,19 +19,22 @@ from nemo_rl_reshard.virtual.stages import engine_stages, stage_by_layer
 
 _VOCABULARY_PADDING = 64
 _EVERYWHERE = {
-    "MixtralForCausalLM": OUTSIDE_LAYERS,
-    **dict.fromkeys(
-        ("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
-        frozenset({Role.TOKENS}),
-    ),
-    "NemotronHForCausalLM": frozenset({Role.TOKENS}),
+    **dict.fromkeys(("MixtralForCausalLM", "NemotronHForCausalLM", "Qwen3MoeForCausalLM"), OUTSIDE_LAYERS),
+    **dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), frozenset({Role.TOKENS})),
+    "Qwen3NextForCausalLM": frozenset({Role.TOKENS, Role.HEAD}),
 }
 """What vLLM's model of an architecture keeps on every pipeline stage, used there or not."""
-_FLOAT32 = {
-    "mlp.gate.e_score_correction_bias": "float32",
-    "mixer.gate.e_score_correction_bias": "float32",
-    "linear_attn.A_log": "float32",
-}
+_FLOAT32 = dict.fromkeys(
+    (
+        "mlp.gate.e_score_correction_bias",
+        "linear_attn.A_log",
+        "mixer.gate.weight",
+        "mixer.gate.e_score_correction_bias",
+        "mixer.A_log",
+    ),
+    "float32",
+)
+"""Parts that the engine keeps in float32 whatever the model's dtype."""
 _INDIRECT = {"mixer.A_log": "the engine keeps the negative exponential of it"}
 _SHARED = frozenset({Role.SHARED_COLUMN, Role.SHARED_ROW})
 

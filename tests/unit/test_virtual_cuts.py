@@ -47,7 +47,7 @@ def test_a_padded_vocabulary_runs_out_before_the_ranks_do_b35():
 def test_sections_are_cut_one_by_one():
     cut = Cut(0, (Section(4, 2), Section(4, 2), Section(12, 4)))
     assert rows(cut, (20, 1), 2) == [[(0, 2), (4, 6), (8, 14)], [(2, 4), (6, 8), (14, 20)]]
-    assert rows(cut, (20, 1), 1) == [[(0, 20)]]
+    assert rows(cut, (20, 1), 1) == [[(0, 4), (4, 8), (8, 20)]]
     assert cut.why_not(4) == "2 cannot be divided over 4 ranks"
 
 

@@ -96,7 +96,10 @@ def test_which_stages_have_the_embedding_depends_on_the_family_b33():
     tied = vllm_target(virtual_models.dense(layers=3, tied=True), world=3, tp=1, pp=3, first_rank=0)
     assert list(held(tied, tokens)) == [0, 2]
     everywhere = vllm_target(virtual_models.experts(layers=3), world=3, tp=1, pp=3, first_rank=0)
-    assert list(held(everywhere, tokens)) == [0, 1, 2]
+    assert list(held(everywhere, tokens)) == list(held(everywhere, "lm_head.weight")) == [0, 1, 2]
+    delta = vllm_target(virtual_models.delta(), world=2, tp=1, pp=2, first_rank=0)
+    assert list(held(delta, tokens)) == [0, 1]
+    assert list(held(delta, "lm_head.weight")) == [1]
 
 
 def test_every_size_that_does_not_fit_is_named():
