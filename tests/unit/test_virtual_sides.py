@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from equipment import virtual_models
 
@@ -60,3 +63,12 @@ def test_the_sides_match(name):
 def test_the_model_knows_its_bytes():
     model = virtual_models.model({"a": (3, 5), "b": ()})
     assert model.nbytes == 2 * 15 + 2
+
+
+def test_sides_on_paper_import_no_framework():
+    program = (
+        "import sys, nemo_rl_reshard.virtual.fsdp2, nemo_rl_reshard.virtual.megatron, nemo_rl_reshard.virtual.vllm\n"
+        "sys.exit(', '.join({'torch', 'transformers', 'vllm'} & set(sys.modules)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
