@@ -177,12 +177,14 @@ def require(*names: str) -> None:
 
 
 _RANKS_PER_CORE = 32
+_COPIES = 3
+"""Times what the ranks hold: values to compare with and buffers come on top."""
 
 
 def require_room(nbytes: int, num_ranks: int) -> None:
     """Raise EnvironmentLacksError where the ranks of a spec by model are more than this machine can stand in for.
 
-    Said now, not by a killed process: it takes memory for what they hold, and a core for every 32 of them.
+    Said now, not by a killed process: it takes a core for every 32 of them, and memory for three times what they hold.
     """
     cores = len(os.sched_getaffinity(0))
     if num_ranks > _RANKS_PER_CORE * cores:
@@ -190,14 +192,24 @@ def require_room(nbytes: int, num_ranks: int) -> None:
             f"cores: this spec has {num_ranks} ranks, and the {cores} cores of this machine can stand in for "
             f"{_RANKS_PER_CORE * cores}; plan and simulate take it as it is, a real run needs fewer ranks"
         )
-    require_memory(nbytes)
+    present = _memory()
+    if _COPIES * nbytes > present:
+        raise EnvironmentLacksError(
+            f"memory: the ranks of this spec hold {bytes_text(nbytes)} together and a real run takes {_COPIES} times "
+            f"that, this machine has {bytes_text(present)}; plan and simulate take it as it is"
+        )
 
 
 def require_memory(nbytes: int) -> None:
     """Raise EnvironmentLacksError if this machine's memory is less than `nbytes`: said now, not by a killed process."""
-    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    present = _memory()
     if nbytes > present:
         raise EnvironmentLacksError(
             f"memory: the ranks of this spec hold {bytes_text(nbytes)} together, this machine has "
             f"{bytes_text(present)}; make the tensors smaller"
         )
+
+
+def _memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
