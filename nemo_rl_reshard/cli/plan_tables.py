@@ -120,7 +120,8 @@ def _print_time(predicted: Mapping[str, Any], console: Console) -> None:
     share = f", {100 * total / floor:.0f} % of the floor" if floor else ""
     console.print(
         f"predicted [bold]{seconds_text(total)}[/bold]{share}; "
-        f"no schedule is faster than {seconds_text(floor)}; bottleneck: {predicted['bottleneck']}",
+        f"no schedule is faster than {seconds_text(floor)} ({predicted['floor_bottleneck']}); "
+        f"bottleneck: {predicted['bottleneck']}",
         highlight=False,
     )
     table = Table(box=None, show_header=False, padding=(0, 1))

@@ -52,7 +52,7 @@ def draw_simulation(
         head(
             figure,
             f"One refit of {model_text(spec)}: {seconds_text(ours.seconds)}"
-            + (f", {ours.seconds / floor_s:.2f}x the floor" if floor_s else ""),
+            + (f", {ours.seconds / floor_s:.3g}x the floor" if floor_s else ""),
             sides_text(spec),
         )
         heights = (0.55 + 0.42 * len(rows), 0.65 + 0.8 * len(classes))
