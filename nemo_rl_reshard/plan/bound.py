@@ -53,8 +53,8 @@ def bound_of(kinds: Iterable[Kind], topology: Topology, domain_of: Mapping[int, 
     limits = [
         (nbytes / (num_nics[domain] * network), f"inbound of domain {domain}") for domain, nbytes in entering.items()
     ]
-    only = "only copies at the NIC of rank" if topology.ranks_per_nic > 1 else "only copy on rank"
-    limits += [(nbytes / network, f"{only} {rank}") for rank, nbytes in only_at.items()]
+    copies = "only copies at the NIC of rank" if topology.ranks_per_nic > 1 else "only copy on rank"
+    limits += [(nbytes / network, f"{copies} {rank}") for rank, nbytes in only_at.items()]
     limits += [(nbytes / (network + fast), f"inbound of rank {rank}") for rank, nbytes in wanting.items()]
     seconds, bottleneck = max(limits, key=lambda limit: (limit[0], limit[1]), default=(0.0, "nothing to move"))
     return Bound(unique, sum(entering.values()), seconds, bottleneck)
