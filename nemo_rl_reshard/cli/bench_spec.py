@@ -75,7 +75,7 @@ def bench_spec(
     leftover = {name: Route(RouteKind.LEFTOVER, "baseline: every tensor") for name in spec.target.specs}
     plans = {
         RESHARD: make_plan(spec.source, spec.target, spec.routes, spec.topology, spec.options),
-        GATHER_BROADCAST: make_plan(spec.source, spec.target, leftover, spec.topology, spec.options),
+        GATHER_BROADCAST: make_plan(spec.source, spec.target, leftover, spec.topology, spec.options, broadcast=True),
     }
     made = {
         RESHARD: explicit_ranks(spec.source, spec.target, plans[RESHARD], in_flight=in_flight),

@@ -11,7 +11,7 @@ from nemo_rl_reshard.cli.spec import read_spec
 from nemo_rl_reshard.cli.stable_json import write_json
 from nemo_rl_reshard.plan.check import check_plan
 from nemo_rl_reshard.plan.planner import make_plan
-from nemo_rl_reshard.plan.statistics import statistics, transfers_to_plain
+from nemo_rl_reshard.simulate.statistics import statistics, transfers_to_plain
 
 
 def run_plan(

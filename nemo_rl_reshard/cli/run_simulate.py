@@ -18,13 +18,13 @@ from nemo_rl_reshard.cli.stable_json import rounded, write_json
 from nemo_rl_reshard.plan.check import check_plan
 from nemo_rl_reshard.plan.plan import Plan
 from nemo_rl_reshard.plan.planner import make_plan
-from nemo_rl_reshard.plan.statistics import statistics
 from nemo_rl_reshard.simulate.baselines.gather_broadcast import simulate_gather_broadcast
 from nemo_rl_reshard.simulate.baselines.point_to_point import simulate_point_to_point
 from nemo_rl_reshard.simulate.baselines.published import simulate_published
 from nemo_rl_reshard.simulate.clock import simulate_plan
 from nemo_rl_reshard.simulate.constants import FITTED, Constants
 from nemo_rl_reshard.simulate.simulation import PHASES, Simulation
+from nemo_rl_reshard.simulate.statistics import statistics
 
 OURS, PUBLISHED = "this plan", "published design"
 _KEYS = {

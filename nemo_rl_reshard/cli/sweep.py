@@ -20,7 +20,7 @@ from nemo_rl_reshard.cli.spec_text import read_plain
 from nemo_rl_reshard.cli.stable_json import write_json
 from nemo_rl_reshard.errors import ConfigError, FaultList
 from nemo_rl_reshard.plan.planner import make_plan
-from nemo_rl_reshard.plan.statistics import statistics
+from nemo_rl_reshard.simulate.statistics import statistics
 from nemo_rl_reshard.topology import MACHINES
 from nemo_rl_reshard.virtual.model import ModelShape
 

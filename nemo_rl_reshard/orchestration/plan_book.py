@@ -15,8 +15,8 @@ from nemo_rl_reshard.params.routing import Route, RouteKind, decide_routes
 from nemo_rl_reshard.plan.check import check_plan
 from nemo_rl_reshard.plan.plan import Plan, PlanOptions
 from nemo_rl_reshard.plan.planner import make_plan
-from nemo_rl_reshard.plan.statistics import statistics
 from nemo_rl_reshard.runtime.assignment import Assignment, assign
+from nemo_rl_reshard.simulate.statistics import statistics
 from nemo_rl_reshard.sources.replicas import RegionDigest, check_replicas
 
 PlainManifest = Mapping[str, Any]
@@ -83,7 +83,8 @@ class PlanBook:
                 routes = {name: _conventional(route) for name, route in routes.items()}
             topology = config.topology.topology(self._hosts)
             options = PlanOptions(bucket_bytes=config.bucket_bytes, message_bytes=config.message_bytes)
-            plan = make_plan(self._source, self._target, routes, topology, options)
+            broadcast = backend is Backend.GATHER_BROADCAST
+            plan = make_plan(self._source, self._target, routes, topology, options, broadcast=broadcast)
             check_plan(plan, self._source, self._target, routes, topology)
             summary = statistics(plan, self._source, self._target, topology)
             self._plans[backend] = Planned(plan, assign(plan, self._source, in_flight=config.in_flight), summary)

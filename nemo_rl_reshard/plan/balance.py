@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import lcm
+from math import gcd, lcm
 
 from nemo_rl_reshard.layout import Region
 from nemo_rl_reshard.layout.tiling import bounded
 from nemo_rl_reshard.plan.overlay import Demand
 from nemo_rl_reshard.plan.plan import Crew, Move
-from nemo_rl_reshard.plan.relay import ALL, Chains
+from nemo_rl_reshard.plan.relay import ALL, Chains, Outlook
 from nemo_rl_reshard.topology import Link
 
 _MOST_VARIANTS = 24  # divisible by 2, 3, 4, 6, 8 and 12 replicas
 _MOST_DEMANDS = 1024  # of all variants of a template together, unless replicas need more to take turns
-_SMALL_BYTES = 1 << 20  # a piece below this gains nothing from being shared
+_WAVES = 4  # of a bucket: what a rank sends, or receives, of one tensor in one step is about that part
+_SMALL_BYTES = 256 << 10  # a piece below this gains nothing from being shared
 
 Moves = tuple[Move, ...]
 
@@ -58,11 +59,13 @@ class _RoleLoads:
 class Choice:
     """All tensors of one kind before choosing: its demands after sharing, in roles, and how many tensors each crew has.
 
-    `pieces` are the distinct regions, in order; domains that need the same one have a demand each.
+    `pieces` are the distinct regions, in order; domains that need the same one have a demand each. The first
+    `num_holders` roles are the trainers that hold the tensor.
     """
 
     demands: tuple[Demand, ...]
     item_size: int
+    num_holders: int
     crews: tuple[tuple[Crew, int], ...]
 
     @property
@@ -71,11 +74,34 @@ class Choice:
         return tuple(dict.fromkeys(demand.region for demand in self.demands))
 
     @property
-    def is_forced(self) -> bool:
-        """Whether every demand has one sender and one first receiver."""
-        return all(
-            len(demand.near) == 1 if demand.near else len(demand.holders) == len(demand.needers) == 1
-            for demand in self.demands
+    def busiest_send(self) -> int:
+        """Bytes of one tensor that a trainer sends over the network when replicas share evenly."""
+        sends: Counter[int] = Counter()
+        for demand in self.demands:
+            if not demand.near:
+                for role in demand.holders:
+                    sends[role] += demand.region.numel * self.item_size // len(demand.holders)
+        return max(sends.values(), default=0)
+
+    @property
+    def busiest_receive(self) -> int:
+        """Bytes of one tensor that a rank receives."""
+        receives: Counter[int] = Counter()
+        for demand in self.demands:
+            for role in demand.needers:
+                if role not in demand.near:
+                    receives[role] += demand.region.numel * self.item_size
+        return max(receives.values(), default=0)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every group of replicas has equally many demands of each size a member: a tensor alone is even."""
+        by_needers = Counter((demand.needers, demand.region.numel) for demand in self.demands if not demand.near)
+        by_holders = Counter((demand.holders, demand.region.numel) for demand in self.demands if not demand.near)
+        return (
+            all(len(demand.near) <= 1 for demand in self.demands)
+            and not any(count % len(needers) for (needers, _), count in by_needers.items())
+            and not any(count % len(holders) for (holders, _), count in by_holders.items())
         )
 
     def num_variants(self, num_tensors: int) -> int:
@@ -94,17 +120,21 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """What was chosen for one kind: distinct `variants`, and for each crew those that its tensors use in turn."""
+    """What was chosen for one kind: distinct `variants`, and for each crew those that its tensors use in turn.
+
+    With `in_turn` all crews have the same, and take turns with each other.
+    """
 
     variants: tuple[Moves, ...]
     of_crew: tuple[tuple[int, ...], ...]
+    in_turn: bool = False
 
 
-def share(demands: Sequence[Demand], item_size: int, num_tensors: int, bucket_bytes: int) -> tuple[Demand, ...]:
-    """Split demands that replicas should share, and those larger than a bucket; keep the others whole.
+def share(demands: Sequence[Demand], item_size: int, bucket_bytes: int) -> tuple[Demand, ...]:
+    """Split large demands that replicas can share, and those larger than a wave; keep the others whole.
 
-    A demand is shared when its replicas would get unequal numbers of whole demands, there are too few of them to even
-    that out, and the shares are not small. Every demand must have a holder.
+    So every replica sends, and every rank of a domain receives, its part of each large tensor, whatever other tensors
+    there are. Every demand must have a holder.
     """
     by_needers = Counter(demand.needers for demand in demands if not demand.near)
     by_holders = Counter(demand.holders for demand in demands if not demand.near)
@@ -114,15 +144,15 @@ def share(demands: Sequence[Demand], item_size: int, num_tensors: int, bucket_by
         if not demand.near:
             most = demand.region.numel * item_size // _SMALL_BYTES
             for replicas, alike in (
-                (len(demand.needers), by_needers[demand.needers] * num_tensors),
-                (len(demand.holders), by_holders[demand.holders] * num_tensors),
+                (len(demand.needers), by_needers[demand.needers]),
+                (len(demand.holders), by_holders[demand.holders]),
             ):
-                if alike % replicas and alike < 4 * replicas:
-                    parts = max(parts, min(replicas, most))
+                parts = lcm(parts, replicas // gcd(replicas, alike))
+            parts = min(parts, most)
         shared.extend(
             Demand(region, demand.domain, demand.holders, demand.needers, demand.near)
             for part in _split(demand.region, parts)
-            for region in bounded(part, bucket_bytes // item_size)
+            for region in bounded(part, max(1, bucket_bytes // (_WAVES * item_size)))
         )
     return tuple(shared)
 
@@ -141,31 +171,32 @@ def _split(region: Region, parts: int) -> tuple[Region, ...]:
     return tuple(piece for part in outer for piece in _split(part, -(-parts // len(outer))))
 
 
-def assign(choices: Sequence[Choice], direct_share: Mapping[int, int] | None = None) -> list[Cast]:
+def assign(choices: Sequence[Choice], bucket_bytes: int, outlook: Outlook) -> list[Cast]:
     """For each choice its variants, each the moves that meet every demand once, and who uses which.
 
     Tensor number i of a crew is meant to use the crew's variant i modulo their number. Candidates are taken in order
-    of (present load, rank); what leaves no choice is counted first, so that the free ones can make up for it.
-    `direct_share` names trainers that shall not send all themselves, as `relay.direct_shares` finds them.
+    of (present load, rank); what leaves no choice is counted first, so that the free ones can make up for it. Where
+    many domains need a large tensor, chains keep its trainers from sending more than about half a bucket at once.
     """
-    direct_share = direct_share or {}
     loads = Loads()
     chains = Chains()
     found: list[Cast] = [Cast((), ())] * len(choices)
-    forced = [choice.is_forced for choice in choices]
-    for index in sorted(range(len(choices)), key=lambda index: (not forced[index], index)):
-        chooser = _Chooser(choices[index], loads, chains, direct_share)
-        if forced[index]:
-            found[index] = chooser.without_choice()
-        else:
-            found[index] = chooser.by_load()
+    even = [
+        choice.is_even and all(outlook.is_even(crew[: choice.num_holders]) for crew, _ in choice.crews)
+        for choice in choices
+    ]
+    for index in sorted(range(len(choices)), key=lambda index: (not even[index], index)):
+        chooser = _Chooser(choices[index], loads, chains, outlook.direct, bucket_bytes)
+        found[index] = chooser.in_turn() if even[index] else chooser.by_load()
     return found
 
 
 class _Chooser:
     """Makes the variants of one choice; equal ones, of whichever crews, are one."""
 
-    def __init__(self, choice: Choice, loads: Loads, chains: Chains, direct_share: Mapping[int, int]) -> None:
+    def __init__(
+        self, choice: Choice, loads: Loads, chains: Chains, direct_share: Mapping[int, int], bucket_bytes: int
+    ) -> None:
         self._choice = choice
         self._loads = loads
         self._chains = chains
@@ -180,23 +211,24 @@ class _Chooser:
         for index in sorted(range(len(self._sizes)), key=lambda index: (-self._sizes[index], index)):
             fans.setdefault(choice.demands[index].region, []).append(index)
         self._fans = tuple(fans.values())
-
-    def without_choice(self) -> Cast:
-        """Every crew uses the same moves, but for how much goes through relays; with relays domains take turns."""
-        of_crew = []
-        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        # A trainer that sent a tensor to many domains at once would be alone on the wire for several steps.
+        self._most_direct = min(ALL, ALL * bucket_bytes // max(1, 2 * choice.busiest_send))
         most_domains = max(map(len, self._fans), default=1)
-        for place, (crew, _) in enumerate(self._choice.crews):
-            shares = self._shares(crew)
-            if shares not in known:
-                turns = min(most_domains, _MOST_VARIANTS) if any(share < ALL for share in shares) else 1
-                loads = Loads().of(crew)
-                known[shares] = tuple(self._number(self._choose(shares, turn, 0, loads)) for turn in range(turns))
-            # Crews send side by side; were they in the same turn, all would have the same domain wait for relays.
-            start = place % len(known[shares])
-            of_crew.append(known[shares][start:] + known[shares][:start])
-        cast = Cast(tuple(self._variants), tuple(of_crew))
-        for (crew, num_tensors), variants in zip(self._choice.crews, of_crew, strict=True):
+        at_once = max(choice.busiest_send * self._most_direct // ALL, choice.busiest_send // most_domains)
+        at_once = max(at_once, choice.busiest_receive)
+        self._num_waves = max(1, min(len(self._fans), -(-at_once * _WAVES // bucket_bytes)))
+
+    def in_turn(self) -> Cast:
+        """All crews use the same moves, which are even in themselves; domains take turns at being first."""
+        crews = self._choice.crews
+        # The busiest trainers decide how much goes through chains.
+        shares = tuple(map(min, zip(*(self._shares(crew) for crew, _ in crews), strict=True)))
+        in_turns = self._most_direct < ALL or any(share < ALL for share in shares)
+        most_domains = max(map(len, self._fans), default=1)
+        turns = min(most_domains, _MOST_VARIANTS) if in_turns else 1
+        variants = tuple(self._number(self._choose(shares, turn, 1, Loads().of(crews[0][0]))) for turn in range(turns))
+        cast = Cast(tuple(self._variants), (variants,) * len(crews), in_turn=True)
+        for crew, num_tensors in crews:
             base, extra = divmod(num_tensors, len(variants))
             for way, variant in enumerate(variants):
                 self._count(cast.variants[variant], crew, base + (way < extra))
@@ -205,14 +237,15 @@ class _Chooser:
     def by_load(self) -> Cast:
         """Every crew takes, tensor by tensor in turn, what evens out the loads best."""
         of_crew = []
-        for crew, num_tensors in self._choice.crews:
+        for place, (crew, num_tensors) in enumerate(self._choice.crews):
             shares = self._shares(crew)
             num_variants = self._choice.num_variants(num_tensors)
             base, extra = divmod(num_tensors, num_variants)
             loads = self._loads.of(crew)
             of_crew.append(
                 tuple(
-                    self._number(self._choose(shares, way, base + (way < extra), loads)) for way in range(num_variants)
+                    self._number(self._choose(shares, place + way, base + (way < extra), loads))
+                    for way in range(num_variants)
                 )
             )
             self._loads.take(crew, loads)
@@ -253,30 +286,56 @@ class _Chooser:
                 if demand.near:
                     moves.extend(_from_near(piece, demand, nbytes, loads))
             if far:
-                distances = self._chains.distances(len(far), shares[place], turn + place) if shares else (0,) * len(far)
-                moves.extend(_from_far(piece, far, distances, nbytes, loads))
-        return tuple(sorted(moves, key=lambda move: (move.lag, move)))
+                share = min(shares[place] if shares else ALL, self._most_direct)
+                distances = self._chains.distances(len(far), share, turn + place)
+                lags = [distance + place % self._num_waves for distance in distances]
+                moves.extend(_from_far(piece, far, distances, lags, turn + place, nbytes, loads))
+        return _alternating(moves)
 
 
 def _from_far(
-    piece: int, demands: Sequence[Demand], distances: Sequence[int], nbytes: int, loads: _RoleLoads
+    piece: int,
+    demands: Sequence[Demand],
+    distances: Sequence[int],
+    lags: Sequence[int],
+    turn: int,
+    nbytes: int,
+    loads: _RoleLoads,
 ) -> list[Move]:
-    """Moves of one region into every domain of `demands`, from trainers or along chains, and on inside the domains."""
+    """Moves of one region into every domain of `demands`, from trainers or along chains, and on inside the domains.
+
+    Of equally loaded candidates `turn` decides, so that the regions of one tensor already come by different ways.
+    """
     sent, received = loads.network_send, loads.network_recv
     entries = []
     for demand in demands:
-        entry = min(demand.needers, key=received.__getitem__)
+        entry = min(_turned(demand.needers, turn), key=received.__getitem__)
         received[entry] += nbytes
         loads.fast_send[entry] += nbytes * (len(demand.needers) - 1)
         entries.append(entry)
     moves = []
-    for index, (demand, distance) in enumerate(zip(demands, distances, strict=True)):
+    for index, (demand, lag) in enumerate(zip(demands, lags, strict=True)):
         entry = entries[index]
-        src = entries[index - 1] if distance else min(demand.holders, key=sent.__getitem__)
+        src = entries[index - 1] if distances[index] else min(_turned(demand.holders, turn), key=sent.__getitem__)
         sent[src] += nbytes
-        moves.append(Move(piece, src, entry, Link.NETWORK, distance))
-        moves.extend([Move(piece, entry, dst, Link.FAST, distance + 1) for dst in demand.needers if dst != entry])
+        moves.append(Move(piece, src, entry, Link.NETWORK, lag))
+        moves.extend([Move(piece, entry, dst, Link.FAST, lag + 1) for dst in demand.needers if dst != entry])
     return moves
+
+
+def _alternating(moves: list[Move]) -> Moves:
+    """By lag, and inside a lag in turns over the senders: where all at once is too much, none sends alone."""
+    nth: Counter[tuple[int, int]] = Counter()
+    keys = []
+    for move in sorted(moves):
+        keys.append((move.lag, nth[move.lag, move.src], move))
+        nth[move.lag, move.src] += 1
+    return tuple(move for _, _, move in sorted(keys))
+
+
+def _turned(roles: tuple[int, ...], turn: int) -> tuple[int, ...]:
+    first = turn % len(roles)
+    return roles[first:] + roles[:first]
 
 
 def _from_near(piece: int, demand: Demand, nbytes: int, loads: _RoleLoads) -> list[Move]:

@@ -14,6 +14,7 @@ from nemo_rl_reshard.layout.tiling import gaps, overlaps
 from nemo_rl_reshard.params.catalog import Catalog
 from nemo_rl_reshard.params.routing import Route, RouteKind
 from nemo_rl_reshard.plan.codec import seal
+from nemo_rl_reshard.plan.kinds import needed_whole
 from nemo_rl_reshard.plan.plan import Crew, Move, Plan, Template
 from nemo_rl_reshard.plan.proof import Counting, Views
 from nemo_rl_reshard.plan.step_loads import step_loads
@@ -28,8 +29,9 @@ def check_plan(
 ) -> None:
     """Raise PlanError listing every fault of a plan: digest, routes, cover, senders, times, links, buckets.
 
-    Proven: every element that a target rank needs of a direct tensor arrives there exactly once, from a rank that
-    held it at the start or received it in an earlier step; every other tensor is a leftover or skipped, as routed.
+    Proven: every element that a target rank needs of a direct tensor, and every element of a leftover that is placed,
+    arrives there exactly once, from a rank that held it at the start or received it in an earlier step; every other
+    tensor is a leftover or skipped, as routed.
     Tensors whose crews hold and need alike, role by role, are proven once.
     """
     faults = FaultList("checking plan", PlanError)
@@ -41,6 +43,8 @@ def check_plan(
     counting = [Counting(template) for template in plan.templates]
     found: dict[tuple[int, int, int, int, int], list[str]] = {}
     proven: set[tuple[int, int, object]] = set()
+    left = {leftover.tensor for leftover in plan.leftovers}
+    whole: dict[tuple[int, ...], TensorLayout] = {}
     views_of: dict[tuple[int, int, int], object] = {}
     for row in plan.placed:
         name = row.tensor
@@ -52,6 +56,10 @@ def check_plan(
         if plan.specs.get(name) != spec or (template.shape, template.item_size) != (spec.shape, spec.item_size):
             faults.add(f"{name}: the plan moves {plan.specs.get(name)}, inference declares {spec}")
         given, wanted = source.layouts[name], target.layouts[name]
+        if name in left or not wanted.held:
+            if spec.shape not in whole:
+                whole[spec.shape] = needed_whole(spec.shape, target.ranks)
+            wanted = whole[spec.shape]
         case = (row.template, row.variant, row.crew, id(given), id(wanted))
         if case not in found:
             crew, moves = plan.crews[row.crew], template.variants[row.variant]
@@ -101,8 +109,11 @@ def check_programs(programs: Sequence[RankProgram]) -> None:
 
 def _check_routes(plan: Plan, routes: Mapping[str, Route], faults: FaultList) -> None:
     """Every tensor goes once, and goes the way it is routed."""
+    left = {leftover.tensor for leftover in plan.leftovers}
+    twice = Counter(row.tensor for row in plan.placed if row.tensor in left)
+    faults.extend(f"{name}: {count} times placed" for name, count in sorted(twice.items()) if count > 1)
     went = {
-        RouteKind.DIRECT: Counter(row.tensor for row in plan.placed),
+        RouteKind.DIRECT: Counter(row.tensor for row in plan.placed if row.tensor not in left),
         RouteKind.LEFTOVER: Counter(leftover.tensor for leftover in plan.leftovers),
         RouteKind.SKIP: Counter(plan.skipped.keys()),
     }

@@ -120,7 +120,7 @@ def program_to_plain(program: RankProgram) -> Plain:
             ]
             for message in program.messages
         ],
-        "leftovers": list(program.leftovers),
+        "leftovers": [[spec.name, list(spec.shape), spec.dtype] for spec in program.leftovers],
         "message_bytes": program.message_bytes,
     }
 
@@ -145,7 +145,7 @@ def program_from_plain(plain: Mapping[str, Any]) -> RankProgram:
                 )
                 for order, step, src, dst, link, parts in plain["messages"]
             ),
-            leftovers=tuple(plain["leftovers"]),
+            leftovers=tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in plain["leftovers"]),
             message_bytes=plain["message_bytes"],
         )
     except (KeyError, TypeError, ValueError) as fault:

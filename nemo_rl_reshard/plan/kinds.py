@@ -60,8 +60,7 @@ def kinds_of(
         spec, given, wanted = target.specs[name], source.layouts[name], target.layouts[name]
         if name in whole or not wanted.held:
             wanted = everywhere.get(spec.shape) or everywhere.setdefault(
-                spec.shape,
-                TensorLayout.from_regions(spec.shape, {rank: [Region.whole(spec.shape)] for rank in target.ranks}),
+                spec.shape, needed_whole(spec.shape, target.ranks)
             )
         given_of[id(given)], wanted_of[id(wanted)] = given, wanted
         pairs.setdefault((spec.shape, spec.item_size, id(given), id(wanted)), []).append(name)
@@ -93,6 +92,11 @@ def _kind(
     domains = tuple(labels.setdefault(domain_of[rank], len(labels)) for rank in crew)
     held, needed = _in_roles(given, role), _in_roles(wanted, role)
     return Kind(shape, item_size, held, needed, domains, overlay(held, needed, dict(enumerate(domains))), crews)
+
+
+def needed_whole(shape: tuple[int, ...], ranks: Iterable[int]) -> TensorLayout:
+    """The layout of a tensor of which every rank needs everything."""
+    return TensorLayout.from_regions(shape, {rank: [Region.whole(shape)] for rank in ranks})
 
 
 class _Parts:

@@ -43,11 +43,12 @@ def lower(plan: Plan, rank: int) -> RankProgram:
             order = ((step * _PER_PAIR + turn) * world + (dst - src) % world) * world + src
             messages.append(Message(order, step, src, dst, links[step, src, dst], tuple(batch)))
     messages.sort(key=lambda message: message.order)
+    placed = {row.tensor for row in plan.placed}
     return RankProgram(
         rank=rank,
         digest=plan.digest,
         messages=tuple(messages),
-        leftovers=tuple(leftover.tensor for leftover in plan.leftovers),
+        leftovers=tuple(plan.specs[leftover.tensor] for leftover in plan.leftovers if leftover.tensor in placed),
         message_bytes=limit,
     )
 

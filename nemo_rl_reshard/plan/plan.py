@@ -86,6 +86,8 @@ class Placed(NamedTuple):
 class Plan:
     """A whole refit. `placed` is in order of steps, `leftovers` in model order. `digest` seals everything else.
 
+    A leftover that is placed travels whole to every target rank; one that is not is gathered and broadcast afterwards.
+
     `specs` holds every tensor that moves: the target's shape and its dtype, which is what travels. `sources` and
     `targets` are the ranks of each side, `skipped` maps tensors that do not travel to the reason.
     """
@@ -102,12 +104,18 @@ class Plan:
     digest: str = ""
 
     def transfers(self) -> Iterator[Transfer]:
-        """Every direct transfer, made on demand, tensor by tensor."""
+        """Every transfer, made on demand, tensor by tensor."""
         for tensor, template_index, variant, crew_index, step in self.placed:
             template, crew = self.templates[template_index], self.crews[crew_index]
             pieces = template.pieces
             for piece, src, dst, link, lag in template.variants[variant]:
                 yield Transfer(tensor, pieces[piece], crew[src], crew[dst], link, step + lag)
+
+    @property
+    def broadcast(self) -> tuple[Leftover, ...]:
+        """The leftovers that are gathered and broadcast."""
+        placed = {row.tensor for row in self.placed}
+        return tuple(leftover for leftover in self.leftovers if leftover.tensor not in placed)
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -13,8 +14,8 @@ from nemo_rl_reshard.plan.codec import seal
 from nemo_rl_reshard.plan.kinds import Kind, kinds_of
 from nemo_rl_reshard.plan.pace import paced
 from nemo_rl_reshard.plan.plan import Crew, Placed, Plan, PlanOptions, Template
-from nemo_rl_reshard.plan.relay import direct_shares
-from nemo_rl_reshard.plan.schedule import Flow, Schedule
+from nemo_rl_reshard.plan.relay import look_ahead
+from nemo_rl_reshard.plan.schedule import Flow, Schedule, Variant
 from nemo_rl_reshard.plan.transfer import Leftover
 from nemo_rl_reshard.topology import Topology
 
@@ -29,34 +30,40 @@ def make_plan(
     routes: Mapping[str, Route],
     topology: Topology,
     options: PlanOptions | None = None,
+    *,
+    broadcast: bool = False,
 ) -> Plan:
     """Plan a whole refit. Deterministic: equal input gives an equal plan and digest on every machine.
 
-    What travels has the target's shape and dtype; the source may be padded beyond that shape. Raises one PlanError
-    listing the tensors for which no correct plan exists.
+    What travels has the target's shape and dtype; the source may be padded beyond that shape. Leftovers travel beside
+    the rest, whole and to every target rank, from all trainers that hold parts of them; with `broadcast` they are named
+    and not placed, for the conventional gather and broadcast. Raises one PlanError listing the tensors for which no
+    correct plan exists.
     """
     options = options or PlanOptions()
     ranks = sorted({*source.ranks, *target.ranks})
     domain_of = topology.domains_with(ranks)
-    direct = [name for name in target.specs if routes[name].kind is RouteKind.DIRECT]
-    kinds = kinds_of(direct, source, target, domain_of)
+    left = [name for name in target.specs if routes[name].kind is RouteKind.LEFTOVER]
+    moving = [
+        name
+        for name in target.specs
+        if routes[name].kind is RouteKind.DIRECT or (routes[name].kind is RouteKind.LEFTOVER and not broadcast)
+    ]
+    kinds = kinds_of(moving, source, target, domain_of, whole=frozenset(left))
     _refuse_unmet(kinds)
     choices = [
         Choice(
-            share(kind.demands, kind.item_size, min(map(len, kind.crews.values())), options.bucket_bytes),
+            share(kind.demands, kind.item_size, options.bucket_bytes),
             kind.item_size,
+            len(kind.source.held),
             tuple(kind.casts()),
         )
         for kind in kinds
     ]
-    casts = assign(choices, direct_shares(kinds, domain_of))
-    placing = _Placing(kinds, choices, casts, Schedule(ranks, options.bucket_bytes))
-    placed = placing.place(direct)
-    leftovers = tuple(
-        Leftover(name, target.specs[name].nbytes, routes[name].reason)
-        for name in target.specs
-        if routes[name].kind is RouteKind.LEFTOVER
-    )
+    casts = assign(choices, options.bucket_bytes, look_ahead(kinds, domain_of))
+    placing = _Placing(kinds, choices, casts, options)
+    placed = placing.place(moving, Schedule(ranks, options.bucket_bytes))
+    leftovers = tuple(Leftover(name, target.specs[name].nbytes, routes[name].reason) for name in left)
     return seal(
         Plan(
             options=options,
@@ -90,50 +97,44 @@ class _Placing:
     """Gives every tensor its turn (template, variant, crew) and its step."""
 
     def __init__(
-        self, kinds: Sequence[Kind], choices: Sequence[Choice], casts: Sequence[Cast], schedule: Schedule
+        self, kinds: Sequence[Kind], choices: Sequence[Choice], casts: Sequence[Cast], options: PlanOptions
     ) -> None:
-        self._schedule = schedule
+        self._casts = casts
         self._crews: dict[Crew, int] = {}
-        self._turns: dict[str, _Turn] = {}
-        self._flows: dict[_Turn, Flow] = {}
-        self._groups: dict[Crew, int] = {}  # trainers that hold the same tensors
-        self._holders: dict[str, int] = {}
-        self._nbytes: dict[str, int] = {}
-        self.templates = tuple(
-            self._take_turns(index, kind, Template(kind.shape, kind.item_size, choice.pieces, cast.variants), cast)
-            for index, (kind, choice, cast) in enumerate(zip(kinds, choices, casts, strict=True))
-        )
+        self._series: dict[str, tuple[int, int, int]] = {}  # tensor -> template, crew, place among the kind's crews
+        self._variants: list[list[Variant]] = []
+        templates = []
+        for index, (kind, choice, cast) in enumerate(zip(kinds, choices, casts, strict=True)):
+            template = Template(kind.shape, kind.item_size, choice.pieces, cast.variants)
+            variants = [Variant(template, moves, options.bucket_bytes) for moves in cast.variants]
+            self._variants.append(variants)
+            timed = [
+                moves
+                if variant.lags is None
+                else tuple(move._replace(lag=lag) for move, lag in zip(moves, variant.lags, strict=True))
+                for moves, variant in zip(cast.variants, variants, strict=True)
+            ]
+            templates.append(replace(template, variants=tuple(timed)))
+            for place, (crew, names) in enumerate(kind.crews.items()):
+                number = self._crews.setdefault(crew, len(self._crews))
+                self._series.update((name, (index, number, place)) for name in names)
+        self.templates = tuple(templates)
         self.crews = tuple(self._crews)
 
-    def place(self, names: Sequence[str]) -> tuple[Placed, ...]:
+    def place(self, names: Sequence[str], schedule: Schedule) -> tuple[Placed, ...]:
         """Rows by step; within a step in the order in which tensors start."""
         rows = []
-        for name in paced(names, self._holders, self._nbytes):
-            turn = self._turns[name]
-            rows.append(Placed(name, *turn, self._schedule.place(self._flows[turn])))
+        flows: dict[_Turn, Flow] = {}
+        passed: Counter[tuple[int, int]] = Counter()
+        for name in paced(names, self._series):
+            index, crew, place = self._series[name]
+            cast = self._casts[index]
+            used = cast.of_crew[place]
+            counter = (index, -1 if cast.in_turn else place)
+            variant = used[passed[counter] % len(used)]
+            passed[counter] += 1
+            turn = (index, variant, crew)
+            if turn not in flows:
+                flows[turn] = schedule.flow(self._variants[index][variant], self.crews[crew])
+            rows.append(Placed(name, *turn, schedule.place(flows[turn])))
         return tuple(sorted(rows, key=lambda row: row.step))
-
-    def _take_turns(self, index: int, kind: Kind, template: Template, cast: Cast) -> Template:
-        """The tensors of a crew use its variants one after the other. The template with the lags they then have."""
-        num_holders = len(kind.source.held)
-        nbytes = sum(demand.region.numel for demand in kind.demands) * kind.item_size
-        receivers = [sorted({move.dst for move in moves if move.dst != move.src}) for moves in template.variants]
-        alike: dict[tuple[int, Crew], Flow] = {}  # crews that receive alike have one flow
-        variants = list(template.variants)
-        for (crew, names), used in zip(kind.crews.items(), cast.of_crew, strict=True):
-            place = self._crews.setdefault(crew, len(self._crews))
-            holders = self._groups.setdefault(crew[:num_holders], len(self._groups))
-            for variant in set(used):
-                key = (variant, tuple(crew[role] for role in receivers[variant]))
-                if key not in alike:
-                    alike[key] = self._schedule.flow(template, template.variants[variant], crew)
-                flow = self._flows[index, variant, place] = alike[key]
-                if flow.lags is not None:
-                    variants[variant] = tuple(
-                        move._replace(lag=lag) for move, lag in zip(template.variants[variant], flow.lags, strict=True)
-                    )
-            for position, name in enumerate(names):
-                self._turns[name] = (index, used[position % len(used)], place)
-                self._holders[name] = holders
-                self._nbytes[name] = nbytes
-        return replace(template, variants=tuple(variants))

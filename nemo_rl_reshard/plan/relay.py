@@ -4,21 +4,41 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 
 from nemo_rl_reshard.plan.kinds import Kind
 
+_LONGEST_CHAIN = 8
+"""Domains. Each adds a step before the last of them is done."""
 ALL = 1 << 16
 """The share of a trainer that sends everything itself; shares are whole numbers, so every machine rounds alike."""
 
 
-def direct_shares(kinds: Iterable[Kind], domain_of: Mapping[int, int]) -> dict[int, int]:
-    """Rank of a trainer -> how much of every `ALL` bytes of its network load it should send itself, if not all.
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What ranks would send over the network if replicas shared evenly and nothing were relayed.
 
-    A trainer is named when it would send more than the busiest receiver takes in at best: the rest of the refit waits
-    for that receiver anyway, so sending more directly gains nothing. What is beyond goes in chains instead: a target
-    rank that received a region passes it on to the next domain that needs it. No target rank then sends more than
-    it received.
+    `sending` maps trainers to bytes; `direct` those that shall not send all of it themselves to how much of every
+    `ALL` bytes they should.
+    """
+
+    sending: Mapping[int, int]
+    direct: Mapping[int, int]
+
+    def is_even(self, ranks: Iterable[int]) -> bool:
+        """Whether these trainers have as much to send as each other, to within a hundredth."""
+        loads = [self.sending.get(rank, 0) for rank in ranks]
+        return max(loads, default=0) * 100 <= min(loads, default=0) * 101
+
+
+def look_ahead(kinds: Iterable[Kind], domain_of: Mapping[int, int]) -> Outlook:
+    """The outlook for these tensors.
+
+    A trainer shall not send everything itself when that is more than the busiest receiver takes in at best: the rest of
+    the refit waits for that receiver anyway, so sending more directly gains nothing. What is beyond goes in chains
+    instead: a target rank that received a region passes it on to the next domain that needs it. No target rank then
+    sends more than it received.
     """
     sending: Counter[int] = Counter()
     entering: Counter[int] = Counter()
@@ -51,7 +71,7 @@ def direct_shares(kinds: Iterable[Kind], domain_of: Mapping[int, int]) -> dict[i
         ),
         default=Fraction(0),
     )
-    return {rank: int(peak * ALL / nbytes) for rank, nbytes in sending.items() if nbytes > peak}
+    return Outlook(sending, {rank: int(peak * ALL / nbytes) for rank, nbytes in sending.items() if nbytes > peak})
 
 
 class Chains:
@@ -71,7 +91,7 @@ class Chains:
         if num_domains == 1 or share >= ALL:
             return (0,) * num_domains
         owed = self._owed.get(share, 0) + share * num_domains
-        num_heads = max(1, min(num_domains, owed // ALL))
+        num_heads = max(-(-num_domains // _LONGEST_CHAIN), min(num_domains, owed // ALL))
         self._owed[share] = max(0, owed - num_heads * ALL)
         distances = [0] * num_domains
         since = 0

@@ -36,10 +36,11 @@ class Traffic:
         )
 
 
-def direct_traffic(plan: Plan) -> Traffic:
-    """What the direct transfers of a plan move."""
+def placed_traffic(plan: Plan, *, leftovers: bool) -> Traffic:
+    """What the transfers of a plan move: of its leftovers that are placed, or of its direct tensors."""
     traffic = Traffic()
-    uses = Counter((row.template, row.variant, row.crew) for row in plan.placed)
+    left = {leftover.tensor for leftover in plan.leftovers}
+    uses = Counter((row.template, row.variant, row.crew) for row in plan.placed if (row.tensor in left) == leftovers)
     for (index, variant, place), count in uses.items():
         template, crew = plan.templates[index], plan.crews[place]
         sizes = [template.nbytes_of(piece) * count for piece in range(len(template.pieces))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nemo_rl_reshard.layout import Region
+from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.topology import Link
 
 
@@ -56,7 +57,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A tensor that is gathered and broadcast, with the reason."""
+    """A tensor that every target rank gets whole, for its engine's loader, with the reason."""
 
     tensor: str
     nbytes: int
@@ -65,10 +66,13 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """One rank's part of a plan: its messages in plan order. `digest` is the whole plan's."""
+    """One rank's part of a plan: its messages in plan order. `digest` is the whole plan's.
+
+    `leftovers` are the tensors that travel whole among them, in model order.
+    """
 
     rank: int
     digest: str
     messages: tuple[Message, ...]
-    leftovers: tuple[str, ...]
+    leftovers: tuple[TensorSpec, ...]
     message_bytes: int

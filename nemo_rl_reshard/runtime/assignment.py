@@ -106,11 +106,11 @@ def assign(
 ) -> dict[int, Assignment]:
     """The assignment of every rank of `plan`, which was made from `source`.
 
-    A plan without leftovers makes no batches; one with nothing but leftovers is gather-and-broadcast.
+    Leftovers that the plan has not placed are gathered and broadcast; a plan of nothing else is the conventional refit.
     """
     ranks = sorted({*plan.sources, *plan.targets})
     leftovers = plan_leftovers(
-        [plan.specs[leftover.tensor] for leftover in plan.leftovers],
+        [plan.specs[leftover.tensor] for leftover in plan.broadcast],
         source.layouts,
         plan.sources,
         plan.targets,

@@ -1,4 +1,4 @@
-"""Gather and broadcast in packed batches: how leftovers travel, and the whole model in the baseline backend."""
+"""Gather and broadcast in packed batches: how the whole model travels in the conventional refit, the baseline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.runtime.endpoint import Source, Target
 from nemo_rl_reshard.runtime.leftover_digests import LeftoverDigests
 from nemo_rl_reshard.runtime.leftover_plan import Batch, Gather, LeftoverProgram, Piece
@@ -16,7 +15,7 @@ from nemo_rl_reshard.runtime.report import RankReport
 from nemo_rl_reshard.runtime.verify import Verification
 from nemo_rl_reshard.transport.deadline import Deadline
 from nemo_rl_reshard.transport.protocol import Pending, Transport
-from nemo_rl_reshard.transport.staging import pack
+from nemo_rl_reshard.transport.staging import pack, torch_dtype
 from nemo_rl_reshard.transport.streams import StreamOrder
 
 _SETS = 2
@@ -145,8 +144,8 @@ class LeftoverMover:
             view = self._source.view(spec.name, piece.region).detach()
             self._streams.meet(view.device)
             nbytes = piece.region.numel * spec.item_size
-            pack(view, own[piece.share_offset : piece.share_offset + nbytes], _torch_dtype(spec))
-            self._digests.note_held(spec.name, view, _torch_dtype(spec))
+            pack(view, own[piece.share_offset : piece.share_offset + nbytes], torch_dtype(spec.dtype))
+            self._digests.note_held(spec.name, view, torch_dtype(spec.dtype))
         if self._transport.device.type == "cpu":
             self._streams.settle(deadline, f"copying {batch.share_nbytes} bytes of leftovers")  # the host sends them
         trainers = self._program.trainers
@@ -180,7 +179,7 @@ class LeftoverMover:
             if piece.rank != self._program.root:
                 place = trainers.index(piece.rank) * batch.share_nbytes
                 share = buffers.gathered[place : place + batch.share_nbytes]
-            packed = share[piece.share_offset : piece.share_offset + nbytes].view(_torch_dtype(spec))
+            packed = share[piece.share_offset : piece.share_offset + nbytes].view(torch_dtype(spec.dtype))
             whole = _tensor_in(buffers.whole, batch, piece.place)
             whole[piece.region.slices].copy_(packed.view(piece.region.extent))
             self._digests.note_assembled(spec.name, piece, whole)
@@ -220,7 +219,7 @@ class LeftoverMover:
 def _tensor_in(buffer: Tensor, batch: Batch, index: int) -> Tensor:
     """Tensor `index` of a batch whose bytes lie in `buffer`, as a view."""
     spec, start = batch.specs[index], batch.offsets[index]
-    return buffer[start : start + spec.nbytes].view(_torch_dtype(spec)).view(spec.shape)
+    return buffer[start : start + spec.nbytes].view(torch_dtype(spec.dtype)).view(spec.shape)
 
 
 def _is_shared(buffer: Tensor) -> bool:
@@ -233,9 +232,3 @@ def _wait(pending: list[Pending], deadline: Deadline) -> None:
     for operation in pending:
         operation.wait(deadline)
     pending.clear()
-
-
-def _torch_dtype(spec: TensorSpec) -> torch.dtype:
-    found = getattr(torch, spec.dtype)
-    assert isinstance(found, torch.dtype)
-    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from nemo_rl_reshard.errors import PlanError
@@ -16,10 +15,11 @@ from nemo_rl_reshard.runtime.lane import InFlight, Lane
 from nemo_rl_reshard.runtime.report import Phase, RankReport
 from nemo_rl_reshard.runtime.steps import Outgoing, Steps
 from nemo_rl_reshard.runtime.verify import Verification
+from nemo_rl_reshard.runtime.whole_tensors import WholeTensors
 from nemo_rl_reshard.topology import Link
 from nemo_rl_reshard.transport.deadline import Deadline
 from nemo_rl_reshard.transport.protocol import Transport
-from nemo_rl_reshard.transport.staging import is_plain, pack, unpack, wire_bytes
+from nemo_rl_reshard.transport.staging import is_plain, pack, torch_dtype, unpack, wire_bytes
 from nemo_rl_reshard.transport.streams import StreamOrder
 
 UNWRITTEN = 0xFF
@@ -50,19 +50,25 @@ class MessageMover:
         self._transport = transport
         self._streams = streams
         self._source = source
-        self._target = target
+        self._target = None
+        if target is not None:
+            self._target = WholeTensors(target, program.leftovers, transport.device, bucket_bytes // 4)
+        self._leftovers = frozenset(spec.name for spec in program.leftovers)
         self.sending = Lane([step.message for step in self.steps.outgoing], in_flight, bucket_bytes, transport.device)
         self.receiving = Lane(self.steps.incoming, in_flight, bucket_bytes, transport.device)
         self._uses_left: Counter[str] = Counter()
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of staging that were ever used; they stay allocated for the next refit."""
-        return self.sending.nbytes + self.receiving.nbytes
+        """Bytes of staging that were ever used, which stay, and of leftovers: the most at once in the last refit."""
+        leftovers = 0 if self._target is None else self._target.peak_bytes
+        return self.sending.nbytes + self.receiving.nbytes + leftovers
 
     def begin(self) -> None:
         """Before the first message of a refit."""
         self._uses_left = Counter(self.steps.uses)
+        if self._target is not None:
+            self._target.begin()
 
     def ready_receive(self, message: Message, report: RankReport, verification: Verification) -> InFlight:
         """Find where the bytes of `message` arrive: the target itself, or a staging slot."""
@@ -81,12 +87,12 @@ class MessageMover:
         with report.timing(Phase.VERIFY):
             for part, view in zip(message.parts, views, strict=True):
                 if verification.picks(part.tensor):
-                    verification.sent(message, part, view.to(_torch_dtype(part)))
-        report.bytes_sent[message.link] += message.nbytes
+                    verification.sent(message, part, view.to(torch_dtype(part.dtype)))
+        self._count_sent(message, report)
         if message.dst != message.src:
             with report.timing(Phase.PACK):
                 return self._leaving(step, views, deadline)
-        report.bytes_received[message.link] += message.nbytes
+        self._count_received(message, report)
         with report.timing(Phase.PACK):
             for part, view in zip(message.parts, views, strict=True):
                 self._target_view(part).copy_(view)
@@ -101,7 +107,7 @@ class MessageMover:
         report.num_zero_copy += flight.slot is None
         if message.dst == self._transport.rank:
             flight.pending = self._transport.receive(flight.buffer, message.src)
-            report.bytes_received[message.link] += message.nbytes
+            self._count_received(message, report)
             self.receiving.start(flight)
         else:
             flight.pending = self._transport.send(flight.buffer, message.dst)
@@ -159,10 +165,10 @@ class MessageMover:
             if on_gpu and view.device.type == "cpu":
                 # Only these bytes, and through pinned memory, which the GPU fetches while the host goes on.
                 twin = self.sending.host_twin(slot, message.nbytes)[start : start + part.nbytes]
-                pack(view, twin, _torch_dtype(part))
+                pack(view, twin, torch_dtype(part.dtype))
                 into.copy_(twin, non_blocking=True)
             else:
-                pack(view, into, _torch_dtype(part))
+                pack(view, into, torch_dtype(part.dtype))
             start += part.nbytes
         if not on_gpu and any(view.device.type != "cpu" for view in views):
             self._streams.settle(deadline, f"copying {message.nbytes} bytes from the GPU")  # the host sends them next
@@ -172,7 +178,7 @@ class MessageMover:
         to_gpu = False
         for part in flight.message.parts:
             view = self._target_view(part)
-            unpack(flight.buffer[start : start + part.nbytes], view, _torch_dtype(part))
+            unpack(flight.buffer[start : start + part.nbytes], view, torch_dtype(part.dtype))
             to_gpu = to_gpu or view.device.type != "cpu"
             start += part.nbytes
         if to_gpu and flight.buffer.device.type == "cpu":
@@ -184,8 +190,23 @@ class MessageMover:
             self._uses_left[part.tensor] -= 1
             if not self._uses_left[part.tensor]:
                 assert self._target is not None
-                with report.timing(Phase.INSTALL):
+                with report.timing(Phase.LEFTOVER if part.tensor in self._leftovers else Phase.INSTALL):
                     self._target.tensor_done(part.tensor)
+
+    def _count_sent(self, message: Message, report: RankReport) -> None:
+        leftover = self._leftover_bytes(message)
+        report.bytes_sent[message.link] += message.nbytes - leftover
+        report.leftover_bytes_sent += leftover
+
+    def _count_received(self, message: Message, report: RankReport) -> None:
+        leftover = self._leftover_bytes(message)
+        report.bytes_received[message.link] += message.nbytes - leftover
+        report.leftover_bytes_received += leftover
+
+    def _leftover_bytes(self, message: Message) -> int:
+        if not self._leftovers:
+            return 0
+        return sum(part.nbytes for part in message.parts if part.tensor in self._leftovers)
 
     def _note_received(self, message: Message, report: RankReport, verification: Verification) -> None:
         with report.timing(Phase.VERIFY):
@@ -194,7 +215,7 @@ class MessageMover:
                     verification.received(message, part, self._target_view(part))
 
     def _travels_in_place(self, view: Tensor, part: Part) -> bool:
-        return view.device == self._transport.device and is_plain(view, _torch_dtype(part))
+        return view.device == self._transport.device and is_plain(view, torch_dtype(part.dtype))
 
     def _outgoing_view(self, part: Part, forwards: bool) -> Tensor:
         if forwards:
@@ -218,9 +239,3 @@ class MessageMover:
 
 def _phase_of(link: Link) -> Phase:
     return Phase.EXCHANGE if link is Link.FAST else Phase.NETWORK
-
-
-def _torch_dtype(part: Part) -> torch.dtype:
-    found = getattr(torch, part.dtype)
-    assert isinstance(found, torch.dtype)
-    return found

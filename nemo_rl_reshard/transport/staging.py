@@ -128,3 +128,10 @@ def _check_length(view: Tensor, buffer: Tensor, dtype: torch.dtype) -> None:
     if buffer.numel() != view.numel() * dtype.itemsize:
         needed = view.numel() * dtype.itemsize
         raise TransportError(f"{tuple(view.shape)} as {dtype} takes {needed} bytes, the buffer has {buffer.numel()}")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that a spec or a part names."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found

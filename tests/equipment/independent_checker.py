@@ -42,7 +42,7 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Canvas:
-    """One direct tensor: who holds and who needs each element, when it came to whom, and how often."""
+    """One tensor: who holds and who needs each element (all of it, of a leftover), when it came to whom, how often."""
 
     pair: TensorPair
     holds: dict[int, np.ndarray]
@@ -55,13 +55,15 @@ class Canvas:
         inside = tuple(slice(0, size) for size in pair.shape)  # padding at the trainers' end is nobody's need
         holds = {rank: mask_of(pair.source, pair.trainers_shape, rank)[inside] for rank in case.ranks}
         needs = {rank: mask_of(pair.target, pair.shape, rank) for rank in case.ranks}
+        if pair.name in case.leftovers:
+            needs = {rank: np.full(pair.shape, rank in case.targets) for rank in case.ranks}
         since = {rank: np.where(held, _ALWAYS, _NEVER).astype(np.int32) for rank, held in holds.items()}
         times = {rank: np.zeros(pair.shape, dtype=np.int16) for rank in case.ranks}
         return cls(pair, holds, needs, since, times)
 
 
 def faults_of(case: PlanCase, transfers: Iterable[Transfer]) -> list[str]:
-    """Everything wrong with `transfers` as the direct part of a plan for `case`; empty for a good plan."""
+    """Everything wrong with `transfers` of a plan for `case`; empty for a good plan."""
     return _faults_of(
         case,
         [
@@ -106,7 +108,7 @@ def program_faults_of(case: PlanCase, programs: Sequence[RankProgram]) -> list[s
 
 
 def _faults_of(case: PlanCase, arrivals: Iterable[Arrival]) -> list[str]:
-    canvases = {pair.name: Canvas.of(case, pair) for pair in case.direct}
+    canvases = {pair.name: Canvas.of(case, pair) for pair in case.tensors}
     faults: list[str] = []
     received: Counter[tuple[int, int]] = Counter()
     entered: Counter[object] = Counter()

@@ -15,6 +15,7 @@ from nemo_rl_reshard.params.catalog import Catalog
 from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.params.routing import RoutePolicy, decide_routes
 from nemo_rl_reshard.params.spec import TensorSpec
+from nemo_rl_reshard.plan.check import check_plan
 from nemo_rl_reshard.plan.plan import PlanOptions
 from nemo_rl_reshard.plan.planner import make_plan
 from nemo_rl_reshard.runtime.assignment import DEFAULT_IN_FLIGHT
@@ -62,15 +63,20 @@ def planned_ranks(
     domains: tuple[tuple[int, ...], ...] = (),
     options: PlanOptions | None = None,
     in_flight: int = DEFAULT_IN_FLIGHT,
-    gather: Gather = Gather.EVERYWHERE,
+    gather: Gather | None = None,
 ) -> tuple[ExplicitRank, ...]:
-    """Every rank of a planned refit: trainers 0 .. num_trainers - 1, then the target's ranks."""
+    """Every rank of a planned refit: trainers 0 .. num_trainers - 1, then the target's ranks.
+
+    With `gather` leftovers are gathered and broadcast that way, else they travel beside the rest.
+    """
     size = num_trainers + num_targets
     held = catalog(Side.TRAINER, source, range(num_trainers))
     needed = catalog(Side.INFERENCE, target, range(num_trainers, size))
     routes = decide_routes(held, needed, policy)
-    plan = make_plan(held, needed, routes, Topology(domains=domains), options or PlanOptions())
-    return explicit_ranks(held, needed, plan, in_flight=in_flight, gather=gather)
+    topology = Topology(domains=domains)
+    plan = make_plan(held, needed, routes, topology, options or PlanOptions(), broadcast=gather is not None)
+    check_plan(plan, held, needed, routes, topology)
+    return explicit_ranks(held, needed, plan, in_flight=in_flight, gather=gather or Gather.EVERYWHERE)
 
 
 def mixed_ranks(

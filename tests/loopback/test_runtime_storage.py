@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_rl_reshard.layout import Region, TensorLayout
 from nemo_rl_reshard.params.routing import RoutePolicy
 from nemo_rl_reshard.plan.plan import PlanOptions
+from nemo_rl_reshard.runtime.leftover_plan import Gather
 from nemo_rl_reshard.runtime.one_process import together
 from nemo_rl_reshard.transport.deadline import Deadline
 from nemo_rl_reshard.transport.protocol import Pending, Transport
@@ -123,7 +124,8 @@ def test_scalars_and_integers(policy: RoutePolicy) -> None:
             assert dict(shapes) == {"w": (4, 3), "scale": (), "count": (), "mask": (5,)}
 
 
-def test_a_loader_that_keeps_references_owns_what_it_keeps() -> None:
+@pytest.mark.parametrize("gather", [None, Gather.EVERYWHERE])
+def test_a_loader_that_keeps_references_owns_what_it_keeps(gather: Gather | None) -> None:
     """`B44`: more batches than buffers; what was handed over keeps its values, and views of it do too."""
     names = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(5)]
     ranks = planned_ranks(
@@ -133,6 +135,7 @@ def test_a_loader_that_keeps_references_owns_what_it_keeps() -> None:
         num_targets=3,
         options=PlanOptions(bucket_bytes=4 * 32, message_bytes=16),
         policy=RoutePolicy.FFN,
+        gather=gather,
     )
     with ThreadWorld(ranks) as world:
         target = world.live[3].target
@@ -150,7 +153,7 @@ def test_a_loader_that_keeps_references_owns_what_it_keeps() -> None:
             real_finish(version)
 
         target.load, target.finish = deferred_load, finish
-        assert len(ranks[3].assignment.leftovers.batches) == 5
+        assert len(ranks[3].assignment.leftovers.batches) == (5 if gather else 0)
         world.refit(1)
         world.refit(2)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from nemo_rl_reshard.errors import RefitAbortedError, VerificationError
 from nemo_rl_reshard.params.routing import RoutePolicy
 from nemo_rl_reshard.plan.plan import PlanOptions
+from nemo_rl_reshard.runtime.leftover_plan import Gather
 from nemo_rl_reshard.runtime.order import VerifyMode
 from nemo_rl_reshard.runtime.verify import ONE_IN, Verification
 from nemo_rl_reshard.transport.deadline import Deadline
@@ -78,7 +79,7 @@ class _Flipping:
         return _Altered(pending, flip)
 
 
-def world(policy: RoutePolicy) -> ThreadWorld:
+def world(policy: RoutePolicy, gather: Gather | None = None) -> ThreadWorld:
     return ThreadWorld(
         planned_ranks(
             [
@@ -93,6 +94,7 @@ def world(policy: RoutePolicy) -> ThreadWorld:
             num_targets=3,
             policy=policy,
             options=PlanOptions(bucket_bytes=256, message_bytes=16),
+            gather=gather,
         )
     )
 
@@ -108,7 +110,7 @@ def world(policy: RoutePolicy) -> ThreadWorld:
 )
 def test_a_flipped_bit_is_found_and_named(policy: RoutePolicy, rank: int, where: str, says: str) -> None:
     """`B16`: direct, gathered and broadcast bytes; the message names the tensor, the region and the sender."""
-    with world(policy) as refits:
+    with world(policy, None if where == "receive" else Gather.EVERYWHERE) as refits:
         refits.wrap[rank] = lambda inner: _Flipping(inner, where)
         refits.rebuild()
         for each in refits.live.values():
@@ -125,7 +127,7 @@ def test_a_flipped_bit_is_found_and_named(policy: RoutePolicy, rank: int, where:
 
 def test_b16_direct_bytes_are_judged_before_any_leftover_is_loaded() -> None:
     """What was corrupted is found where it was compared, not by a later stage that happens to look at the same list."""
-    with world(RoutePolicy.FFN) as refits:
+    with world(RoutePolicy.FFN, Gather.EVERYWHERE) as refits:
         refits.refit(1)
         refits.wrap[3] = lambda inner: _Flipping(inner, "receive")
         refits.rebuild()
@@ -157,11 +159,12 @@ def test_what_never_arrives_is_no_number() -> None:
         assert values.isnan().any()
 
 
-def test_off_compares_nothing_and_full_everything() -> None:
-    with world(RoutePolicy.FFN) as refits:
+@pytest.mark.parametrize(("gather", "comparing"), [(None, (2, 3, 4)), (Gather.EVERYWHERE, (0, 2, 3, 4))])
+def test_off_compares_nothing_and_full_everything(gather: Gather | None, comparing: tuple[int, ...]) -> None:
+    with world(RoutePolicy.FFN, gather) as refits:
         assert all(report["num_verified"] == 0 for report in refits.refit(1, verify="off").values())
         reports = refits.refit(2, verify="full")
-        assert all(reports[rank]["num_verified"] > 0 for rank in (0, 2, 3, 4))
+        assert all(reports[rank]["num_verified"] > 0 for rank in comparing)
 
 
 def test_a_sample_is_another_one_at_every_version() -> None:

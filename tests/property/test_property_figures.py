@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from itertools import chain, combinations, product
+from math import prod
 
 import pytest
 from equipment.declaring import Refit
@@ -12,7 +13,8 @@ from hypothesis import given, settings
 
 from nemo_rl_reshard.layout import Region, TensorLayout
 from nemo_rl_reshard.params.routing import RoutePolicy
-from nemo_rl_reshard.plan.statistics import statistics
+from nemo_rl_reshard.plan.planner import make_plan
+from nemo_rl_reshard.simulate.statistics import statistics, transfers_to_plain
 
 Elements = set[tuple[int, ...]]
 
@@ -119,15 +121,22 @@ def test_totals_of_plans_with_leftovers(found: Refit) -> None:
     assert totals["unique_bytes"] == totals["direct_bytes"] + totals["leftover_bytes"] == counted.unique
     assert totals["network_bytes_floor"] == counted.floor
     assert totals["gather_broadcast_bytes"] == counted.gather_broadcast
-    conventional = 0
+    plain = transfers_to_plain(found.plan)
+    direct = sum(prod(each["extent"]) * found.plan.specs[each["tensor"]].item_size for each in plain)
+    whole = sum(found.target.specs[leftover.tensor].nbytes for leftover in found.plan.leftovers)
+    moved = totals["network_bytes"] + totals["fast_bytes"] + totals["local_bytes"]
+    assert moved == direct + whole * len(found.target.ranks)
+    told = statistics(
+        make_plan(found.source, found.target, found.routes, found.topology, found.plan.options, broadcast=True),
+        found.source,
+        found.target,
+        found.topology,
+    )
+    totals, conventional = told["totals"], whole * len(found.target.ranks)
     for leftover in found.plan.leftovers:
         spec, held = found.target.specs[leftover.tensor], elements(found.source.layouts[leftover.tensor])
         assert leftover.nbytes == spec.nbytes
         conventional += sum(spec.item_size * (spec.numel - len(held[rank])) for rank in found.source.ranks)
-        conventional += len(found.target.ranks) * spec.nbytes
-    direct = sum(
-        transfer.region.numel * found.plan.specs[transfer.tensor].item_size for transfer in found.plan.transfers()
-    )
     assert totals["network_bytes"] + totals["fast_bytes"] + totals["local_bytes"] == direct + conventional
     for link in ("network", "fast"):
         for way in ("send", "recv"):

@@ -16,8 +16,8 @@ from equipment.plan_case import Grid, PlanCase, declared, planned
 from nemo_rl_reshard.layout import Region
 from nemo_rl_reshard.plan.check import check_plan
 from nemo_rl_reshard.plan.lower import lower
-from nemo_rl_reshard.plan.statistics import statistics
 from nemo_rl_reshard.plan.transfer import Transfer
+from nemo_rl_reshard.simulate.statistics import statistics
 from nemo_rl_reshard.topology import Link
 
 NAMED = [*LAYOUT_MATRIX, *LARGE_PAIRS]

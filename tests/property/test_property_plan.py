@@ -14,7 +14,7 @@ from nemo_rl_reshard.plan.check import check_plan, check_programs
 from nemo_rl_reshard.plan.codec import plan_from_plain, plan_to_plain, program_from_plain, program_to_plain
 from nemo_rl_reshard.plan.lower import lower
 from nemo_rl_reshard.plan.planner import make_plan
-from nemo_rl_reshard.plan.statistics import statistics
+from nemo_rl_reshard.simulate.statistics import statistics
 from nemo_rl_reshard.topology import Link
 
 

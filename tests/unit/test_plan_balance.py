@@ -10,7 +10,8 @@ from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.plan.balance import Choice, assign, share
 from nemo_rl_reshard.plan.optimum import least_peak
 from nemo_rl_reshard.plan.overlay import overlay
-from nemo_rl_reshard.plan.statistics import statistics
+from nemo_rl_reshard.plan.relay import Outlook
+from nemo_rl_reshard.simulate.statistics import statistics
 from nemo_rl_reshard.topology import Link, Topology
 
 
@@ -38,8 +39,8 @@ def test_overlay_names_holders_needers_and_near_holders():
 def test_small_demands_stay_whole_and_large_ones_are_cut_to_the_bucket():
     given, wanted = rows((64, 4), {0: [(0, 64)]}), rows((64, 4), {1: [(0, 64)], 2: [(0, 64)]})
     demands = overlay(given, wanted, {0: 0, 1: 1, 2: 1})
-    assert share(demands, 4, 1, 1 << 20) == demands
-    assert [d.region.extent for d in share(demands, 4, 1, 300)] == [(16, 4)] * 4
+    assert share(demands, 4, 1 << 20) == demands
+    assert [d.region.extent for d in share(demands, 4, 1024)] == [(16, 4)] * 4, "waves of a quarter of a bucket"
 
 
 def test_free_choices_make_up_for_forced_ones():
@@ -83,7 +84,9 @@ def test_assignment_does_not_depend_on_how_ranks_are_listed():
     demands = overlay(given, wanted, {0: 0, 1: 1, 2: 2, 3: 2})
     again = overlay(given, wanted, {3: 2, 2: 2, 1: 1, 0: 0})
     crews = (((0, 1, 2, 3), 5),)
-    assert assign([Choice(demands, 4, crews)]) == assign([Choice(again, 4, crews)])
+    outlook = Outlook({}, {})
+    one, two = (assign([Choice(each, 4, 2, crews)], 1 << 20, outlook) for each in (demands, again))
+    assert one == two
 
 
 @pytest.mark.parametrize(

@@ -90,15 +90,16 @@ def test_ranks_state_all_that_must_be_equal_before_a_byte_moves() -> None:
     spec = TensorSpec("model.norm.weight", (8,), "float32")
     given = layout((8,), (2,), "S(0)", (0, 1))
     found = refit([(spec, given, layout((8,), (1,), "R", (2,)))], (0, 1), (2,), policy=RoutePolicy.FFN)
+    plan = make_plan(found.source, found.target, found.routes, found.topology, broadcast=True)
 
     def stated(**options: Any) -> dict[str, Any]:
-        return assign(found.plan, found.source, **options)[2].statement()
+        return assign(plan, found.source, **options)[2].statement()
 
     same = stated()
     assert same == stated()
     assert {name for name in same if same[name] != stated(in_flight=2)[name]} == {"in_flight"}
     assert {name for name in same if same[name] != stated(gather=Gather.ROOT)[name]} == {"leftovers_digest"}
-    smaller = make_plan(found.source, found.target, found.routes, found.topology, PlanOptions(64, 32))
+    smaller = make_plan(found.source, found.target, found.routes, found.topology, PlanOptions(64, 32), broadcast=True)
     other = assign(smaller, found.source)[2].statement()
     differing = {name for name in same if same[name] != other[name]}
     assert differing == {"plan_digest", "message_bytes", "bucket_bytes"}

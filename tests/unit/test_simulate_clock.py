@@ -9,11 +9,11 @@ from equipment.declaring import GATE, layout, one_tensor, refit
 from nemo_rl_reshard.params.routing import RoutePolicy
 from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.plan.plan import PlanOptions
-from nemo_rl_reshard.plan.statistics import statistics
 from nemo_rl_reshard.plan.step_loads import StepLoads
 from nemo_rl_reshard.plan.transfer import Leftover
 from nemo_rl_reshard.simulate.clock import simulate_plan
 from nemo_rl_reshard.simulate.recurrence import run_clock
+from nemo_rl_reshard.simulate.statistics import statistics
 from nemo_rl_reshard.topology import Topology
 
 GB = 10**9

@@ -10,7 +10,7 @@ from nemo_rl_reshard.params.routing import Route, RouteKind
 from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.plan.plan import PlanOptions
 from nemo_rl_reshard.plan.planner import make_plan
-from nemo_rl_reshard.plan.statistics import statistics
+from nemo_rl_reshard.simulate.statistics import statistics
 from nemo_rl_reshard.topology import MACHINES, Topology, from_preset
 
 

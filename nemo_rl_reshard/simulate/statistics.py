@@ -11,28 +11,35 @@ from nemo_rl_reshard.plan.bound import Bound, bound_of
 from nemo_rl_reshard.plan.kinds import kinds_of
 from nemo_rl_reshard.plan.optimum import least_maximum
 from nemo_rl_reshard.plan.plan import Plan
-from nemo_rl_reshard.plan.predict import Prediction, predict
-from nemo_rl_reshard.plan.traffic import Traffic, conventional_traffic, direct_traffic
+from nemo_rl_reshard.plan.traffic import Traffic, conventional_traffic, placed_traffic
+from nemo_rl_reshard.simulate.clock import simulate_plan
+from nemo_rl_reshard.simulate.simulation import Simulation
 from nemo_rl_reshard.topology import Link, Topology
 
 SCHEMA = 1
+_PHASES = ("pack", "network", "fast", "leftover", "install")
 
 
 def statistics(plan: Plan, source: Catalog, target: Catalog, topology: Topology) -> dict[str, Any]:
     """Schema, digest, totals, per_rank, balance, predicted and leftovers of a plan made from these declarations.
 
-    JSON types only and in a fixed order, so equal input gives equal bytes. Leftovers are counted by the rule of
-    `conventional_traffic`; `pack_bytes` is what a rank sends to other ranks.
+    JSON types only and in a fixed order, so equal input gives equal bytes. Leftovers that are not placed are counted by
+    the rule of `conventional_traffic`; `pack_bytes` is what a rank sends to other ranks. `predicted` is the simulated
+    refit.
     """
     domain_of = topology.domains_with(plan.ranks)
-    direct_names = [row.tensor for row in plan.placed]
     leftover_names = [leftover.tensor for leftover in plan.leftovers]
+    left = set(leftover_names)
+    direct_names = [name for name in plan.specs if name not in left]
     direct_kinds = kinds_of(direct_names, source, target, domain_of)
     leftover_kinds = kinds_of(leftover_names, source, target, domain_of)
     bound = bound_of((*direct_kinds, *leftover_kinds), topology, domain_of)
     direct_bytes = bound_of(direct_kinds, topology, domain_of).unique_bytes
-    direct = direct_traffic(plan)
-    leftover = conventional_traffic(leftover_names, source, target, domain_of)
+    direct = placed_traffic(plan, leftovers=False)
+    leftover = placed_traffic(plan, leftovers=True)
+    if plan.broadcast:
+        broadcast = [each.tensor for each in plan.broadcast]
+        leftover = leftover + conventional_traffic(broadcast, source, target, domain_of)
     everything = conventional_traffic(direct_names + leftover_names, source, target, domain_of)
     both = direct + leftover
     return {
@@ -53,7 +60,7 @@ def statistics(plan: Plan, source: Catalog, target: Catalog, topology: Topology)
         },
         "per_rank": _per_rank(plan.ranks, both),
         "balance": _balance(plan, both, direct, source, target, least_maximum(direct_kinds)),
-        "predicted": _predicted(predict(plan, direct, leftover, topology), bound),
+        "predicted": _predicted(simulate_plan(plan, source, target, topology), bound),
         "leftovers": [
             {"tensor": leftover.tensor, "bytes": leftover.nbytes, "reason": leftover.reason}
             for leftover in plan.leftovers
@@ -62,7 +69,8 @@ def statistics(plan: Plan, source: Catalog, target: Catalog, topology: Topology)
 
 
 def transfers_to_plain(plan: Plan) -> list[dict[str, Any]]:
-    """Every direct transfer as JSON types, by step, then in model order."""
+    """Every transfer of a direct tensor as JSON types, by step, then in the order in which tensors start."""
+    left = {leftover.tensor for leftover in plan.leftovers}
     return [
         {
             "tensor": transfer.tensor,
@@ -74,6 +82,7 @@ def transfers_to_plain(plan: Plan) -> list[dict[str, Any]]:
             "step": transfer.step,
         }
         for transfer in sorted(plan.transfers(), key=lambda transfer: transfer.step)
+        if transfer.tensor not in left
     ]
 
 
@@ -124,19 +133,13 @@ def _over_mean(loads: Counter[int], ranks: Iterable[int]) -> float:
     return _rounded(max(values) * len(values) / total) if total else 1.0
 
 
-def _predicted(prediction: Prediction, bound: Bound) -> dict[str, Any]:
+def _predicted(simulation: Simulation, bound: Bound) -> dict[str, Any]:
     return {
-        "seconds": _rounded(prediction.seconds),
-        "phases": {
-            "pack": _rounded(prediction.pack_s),
-            "network": _rounded(prediction.network_s),
-            "fast": _rounded(prediction.fast_s),
-            "leftover": _rounded(prediction.leftover_s),
-            "install": _rounded(prediction.install_s),
-        },
+        "seconds": _rounded(simulation.seconds),
+        "phases": {phase: _rounded(simulation.phases[phase]) for phase in _PHASES},
         "floor_seconds": _rounded(bound.seconds),
         "floor_bottleneck": bound.bottleneck,
-        "bottleneck": prediction.bottleneck,
+        "bottleneck": simulation.bottleneck,
     }
 
 
