@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,15 +26,20 @@ class Parts:
         self.config = config
         num_inference = config.policy["generation"]["colocated"]["resources"]["gpus_per_node"]
         num_trainers = config.cluster["gpus_per_node"] - num_inference
-        self.clusters = (_cluster("train", num_trainers), _cluster("inference", num_inference))
+        # Ray may hold the names of actors that a test killed for minutes; so no two worlds share one.
+        world = uuid.uuid4().hex[:8]
+        self.clusters = (_cluster(f"train-{world}", num_trainers), _cluster(f"inference-{world}", num_inference))
         self.policy = Policy(
             cluster=self.clusters[0],
             config=config.policy,
             tokenizer=TOKENIZER,
             init_optimizer=False,
             init_reference_model=False,
+            name_prefix=f"policy-{world}",
         )
-        self.generation = VllmGeneration(cluster=self.clusters[1], config=config.policy["generation"])
+        self.generation = VllmGeneration(
+            cluster=self.clusters[1], config=config.policy["generation"], name_prefix=f"vllm-{world}"
+        )
 
     def connect(self) -> None:
         """What `setup` does for NeMo RL's own refit: a process group of all, and the names of the tensors."""
