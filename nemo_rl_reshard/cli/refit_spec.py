@@ -88,9 +88,9 @@ def read_policy(value: Any, faults: FaultList) -> RoutePolicy:
     return RoutePolicy(value)
 
 
-def read_options(fields: Fields) -> PlanOptions:
+def read_options(fields: Fields, bucket_bytes: int = PlanOptions().bucket_bytes) -> PlanOptions:
     """`bucket_bytes` and `message_bytes` of a spec; the default for what is absent or (with a fault noted) wrong."""
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int] = {"bucket_bytes": bucket_bytes}
     for key in ("bucket_bytes", "message_bytes"):
         if key not in fields:
             continue

@@ -24,6 +24,8 @@ from nemo_rl_reshard.virtual.vllm import vllm_target
 
 Laid = TypeVar("Laid")
 
+_BUCKET_BYTES = 256 << 20
+"""A GPU of a cluster has this to spare, and steps are then long enough that their latencies do not count."""
 _KEYS = ("model", "source", "target", "topology", "route", "bucket_bytes", "message_bytes")
 
 
@@ -47,7 +49,7 @@ def parse_model_spec(
     ranks = (range(first), range(first, first + (engines.world if engines else 0)))
     topology = read_topology(plain.get("topology"), ranks, faults)
     policy = read_policy(plain.get("route", RoutePolicy.FFN), faults)
-    options = read_options(fields)
+    options = read_options(fields, _BUCKET_BYTES)
     source = target = None
     if model is not None and trainers is not None:
         source = _laid_out(lambda: source_catalog(model, trainers), "source", faults)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import gcd, lcm
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nemo_rl_reshard.layout import Region
 from nemo_rl_reshard.layout.tiling import bounded
@@ -38,6 +41,12 @@ class Loads:
             [network_recv[rank] for rank in crew],
             [fast_send[rank] for rank in crew],
         )
+
+    def add(self, crew: Crew, by_role: NDArray[np.int64]) -> None:
+        """Add bytes by kind of load, in the order of the fields, and role."""
+        for known, counted in zip((self.network_send, self.network_recv, self.fast_send), by_role, strict=True):
+            for role in np.flatnonzero(counted).tolist():
+                known[crew[role]] += int(counted[role])
 
     def take(self, crew: Crew, counted: _RoleLoads) -> None:
         """Keep what was counted by role."""
@@ -174,9 +183,10 @@ def _split(region: Region, parts: int) -> tuple[Region, ...]:
 def assign(choices: Sequence[Choice], bucket_bytes: int, outlook: Outlook) -> list[Cast]:
     """For each choice its variants, each the moves that meet every demand once, and who uses which.
 
-    Tensor number i of a crew is meant to use the crew's variant i modulo their number. Candidates are taken in order
-    of (present load, rank); what leaves no choice is counted first, so that the free ones can make up for it. Where
-    many domains need a large tensor, chains keep its trainers from sending more than about half a bucket at once.
+    Tensor number i of a crew is meant to use the crew's variant i modulo their number. Candidates are taken by present
+    load, in turns where loads are equal; what is even in itself is counted first, so that the rest can make up for it.
+    Where many domains need a large tensor, chains keep its trainers from sending more than about half a step's worth at
+    once.
     """
     loads = Loads()
     chains = Chains()
@@ -186,7 +196,7 @@ def assign(choices: Sequence[Choice], bucket_bytes: int, outlook: Outlook) -> li
         for choice in choices
     ]
     for index in sorted(range(len(choices)), key=lambda index: (not even[index], index)):
-        chooser = _Chooser(choices[index], loads, chains, outlook.direct, bucket_bytes)
+        chooser = _Chooser(choices[index], loads, chains, outlook, bucket_bytes)
         found[index] = chooser.in_turn() if even[index] else chooser.by_load()
     return found
 
@@ -194,29 +204,27 @@ def assign(choices: Sequence[Choice], bucket_bytes: int, outlook: Outlook) -> li
 class _Chooser:
     """Makes the variants of one choice; equal ones, of whichever crews, are one."""
 
-    def __init__(
-        self, choice: Choice, loads: Loads, chains: Chains, direct_share: Mapping[int, int], bucket_bytes: int
-    ) -> None:
+    def __init__(self, choice: Choice, loads: Loads, chains: Chains, outlook: Outlook, bucket_bytes: int) -> None:
         self._choice = choice
         self._loads = loads
         self._chains = chains
-        self._direct_share = direct_share
+        self._direct_share = outlook.direct
         self._variants: dict[Moves, int] = {}
         self._sizes = [demand.region.numel * choice.item_size for demand in choice.demands]
         place = {region: index for index, region in enumerate(choice.pieces)}
-        self._piece_bytes = [region.numel * choice.item_size for region in choice.pieces]
         self._piece = [place[demand.region] for demand in choice.demands]
         fans: dict[Region, list[int]] = {}
         # Large demands first: small ones can then even out what is left.
         for index in sorted(range(len(self._sizes)), key=lambda index: (-self._sizes[index], index)):
             fans.setdefault(choice.demands[index].region, []).append(index)
         self._fans = tuple(fans.values())
-        # A trainer that sent a tensor to many domains at once would be alone on the wire for several steps.
-        self._most_direct = min(ALL, ALL * bucket_bytes // max(1, 2 * choice.busiest_send))
+        # What a step brings over the network. A trainer that sent more at once would be alone on the wire meanwhile.
+        pace = max(1, int(bucket_bytes * outlook.network_share))
+        self._most_direct = min(ALL, ALL * pace // max(1, 2 * choice.busiest_send))
         most_domains = max(map(len, self._fans), default=1)
         at_once = max(choice.busiest_send * self._most_direct // ALL, choice.busiest_send // most_domains)
-        at_once = max(at_once, choice.busiest_receive)
-        self._num_waves = max(1, min(len(self._fans), -(-at_once * _WAVES // bucket_bytes)))
+        waves = max(-(-2 * at_once // pace), -(-choice.busiest_receive * _WAVES // bucket_bytes))
+        self._num_waves = max(1, min(len(self._fans), waves))
 
     def in_turn(self) -> Cast:
         """All crews use the same moves, which are even in themselves; domains take turns at being first."""
@@ -226,13 +234,14 @@ class _Chooser:
         in_turns = self._most_direct < ALL or any(share < ALL for share in shares)
         most_domains = max(map(len, self._fans), default=1)
         turns = min(most_domains, _MOST_VARIANTS) if in_turns else 1
-        variants = tuple(self._number(self._choose(shares, turn, 1, Loads().of(crews[0][0]))) for turn in range(turns))
-        cast = Cast(tuple(self._variants), (variants,) * len(crews), in_turn=True)
+        alone = [Loads().of(crews[0][0]) for _ in range(turns)]
+        variants = tuple(self._number(self._choose(shares, turn, 1, loads)) for turn, loads in enumerate(alone))
+        of_tensor = np.array([[loads.network_send, loads.network_recv, loads.fast_send] for loads in alone])
         for crew, num_tensors in crews:
-            base, extra = divmod(num_tensors, len(variants))
-            for way, variant in enumerate(variants):
-                self._count(cast.variants[variant], crew, base + (way < extra))
-        return cast
+            base, extra = divmod(num_tensors, turns)
+            uses = np.array([base + (way < extra) for way in range(turns)])
+            self._loads.add(crew, np.tensordot(uses, of_tensor, axes=1))
+        return Cast(tuple(self._variants), (variants,) * len(crews), in_turn=True)
 
     def by_load(self) -> Cast:
         """Every crew takes, tensor by tensor in turn, what evens out the loads best."""
@@ -264,16 +273,6 @@ class _Chooser:
             # The least loaded replica decides: the others will leave the work to it.
             shares.append(max(self._direct_share.get(crew[role], ALL) for role in holders))
         return tuple(shares)
-
-    def _count(self, moves: Moves, crew: Crew, count: int) -> None:
-        """Add the loads of a variant that `count` tensors use."""
-        for piece, src, dst, link, _ in moves:
-            nbytes = self._piece_bytes[piece] * count
-            if link is Link.NETWORK:
-                self._loads.network_send[crew[src]] += nbytes
-                self._loads.network_recv[crew[dst]] += nbytes
-            elif link is Link.FAST:
-                self._loads.fast_send[crew[src]] += nbytes
 
     def _choose(self, shares: Sequence[int], turn: int, weight: int, loads: _RoleLoads) -> Moves:
         """Variant number `turn`, by lag and piece, for `weight` tensors of the crew whose `loads` these are."""

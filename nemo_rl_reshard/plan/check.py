@@ -17,7 +17,7 @@ from nemo_rl_reshard.plan.codec import seal
 from nemo_rl_reshard.plan.kinds import needed_whole
 from nemo_rl_reshard.plan.plan import Crew, Move, Plan, Template
 from nemo_rl_reshard.plan.proof import Counting, Views
-from nemo_rl_reshard.plan.step_loads import step_loads
+from nemo_rl_reshard.plan.step_loads import inbound
 from nemo_rl_reshard.plan.transfer import Message, RankProgram
 from nemo_rl_reshard.topology import Link, Topology
 
@@ -172,10 +172,9 @@ def _faults_of(
 
 def _check_buckets(plan: Plan, faults: FaultList) -> None:
     """No rank receives more than a bucket in a step; local copies need none."""
-    loads = step_loads(plan)
-    inbound = loads.network_received + loads.fast_received
+    received, ranks = inbound(plan), plan.ranks
     faults.extend(
-        f"rank {loads.ranks[column]} receives {inbound[step, column]} bytes in step {step}, the bucket holds "
+        f"rank {ranks[column]} receives {received[step, column]} bytes in step {step}, the bucket holds "
         f"{plan.options.bucket_bytes}"
-        for step, column in np.argwhere(inbound > plan.options.bucket_bytes).tolist()
+        for step, column in np.argwhere(received > plan.options.bucket_bytes).tolist()
     )

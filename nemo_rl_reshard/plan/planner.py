@@ -101,7 +101,7 @@ class _Placing:
     ) -> None:
         self._casts = casts
         self._crews: dict[Crew, int] = {}
-        self._series: dict[str, tuple[int, int, int]] = {}  # tensor -> template, crew, place among the kind's crews
+        self._cast_of: dict[str, tuple[int, int, int]] = {}  # tensor -> template, crew, the crew's place in its kind
         self._variants: list[list[Variant]] = []
         templates = []
         for index, (kind, choice, cast) in enumerate(zip(kinds, choices, casts, strict=True)):
@@ -117,7 +117,7 @@ class _Placing:
             templates.append(replace(template, variants=tuple(timed)))
             for place, (crew, names) in enumerate(kind.crews.items()):
                 number = self._crews.setdefault(crew, len(self._crews))
-                self._series.update((name, (index, number, place)) for name in names)
+                self._cast_of.update((name, (index, number, place)) for name in names)
         self.templates = tuple(templates)
         self.crews = tuple(self._crews)
 
@@ -126,8 +126,8 @@ class _Placing:
         rows = []
         flows: dict[_Turn, Flow] = {}
         passed: Counter[tuple[int, int]] = Counter()
-        for name in paced(names, self._series):
-            index, crew, place = self._series[name]
+        for name in paced(names, {name: cast[:2] for name, cast in self._cast_of.items()}):
+            index, crew, place = self._cast_of[name]
             cast = self._casts[index]
             used = cast.of_crew[place]
             counter = (index, -1 if cast.in_turn else place)

@@ -20,11 +20,12 @@ class Outlook:
     """What ranks would send over the network if replicas shared evenly and nothing were relayed.
 
     `sending` maps trainers to bytes; `direct` those that shall not send all of it themselves to how much of every
-    `ALL` bytes they should.
+    `ALL` bytes they should. `network_share` is the part of what ranks receive that comes over the network.
     """
 
     sending: Mapping[int, int]
     direct: Mapping[int, int]
+    network_share: Fraction = Fraction(1)
 
     def is_even(self, ranks: Iterable[int]) -> bool:
         """Whether these trainers have as much to send as each other, to within a hundredth."""
@@ -43,14 +44,16 @@ def look_ahead(kinds: Iterable[Kind], domain_of: Mapping[int, int]) -> Outlook:
     sending: Counter[int] = Counter()
     entering: Counter[int] = Counter()
     receiving: Counter[int] = Counter()
+    received = 0
     for kind in kinds:
         send: Counter[int] = Counter()
         enter: Counter[int] = Counter()
         receive: Counter[int] = Counter()
         for demand in kind.demands:
+            nbytes = demand.region.numel * kind.item_size
+            received += nbytes * (len(demand.needers) - len({*demand.needers} & {*demand.near})) * kind.num_tensors
             if demand.near:
                 continue
-            nbytes = demand.region.numel * kind.item_size
             enter[demand.needers[0]] += nbytes
             if len(demand.needers) == 1:
                 receive[demand.needers[0]] += nbytes
@@ -71,7 +74,11 @@ def look_ahead(kinds: Iterable[Kind], domain_of: Mapping[int, int]) -> Outlook:
         ),
         default=Fraction(0),
     )
-    return Outlook(sending, {rank: int(peak * ALL / nbytes) for rank, nbytes in sending.items() if nbytes > peak})
+    return Outlook(
+        sending,
+        {rank: int(peak * ALL / nbytes) for rank, nbytes in sending.items() if nbytes > peak},
+        Fraction(entering.total(), received) if received else Fraction(1),
+    )
 
 
 class Chains:

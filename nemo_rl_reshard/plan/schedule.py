@@ -23,43 +23,52 @@ tensor overfills would stop all that pass through it, and starts would come in b
 class Variant:
     """The moves of one variant as arrays: bytes that roles receive, and send over the network, by lag.
 
-    Parallel arrays: at `lag` role `role` takes `nbytes`, as a sender if `sends`. `lags` replaces the variant's own lags
-    when what one role receives does not fit a bucket.
+    Parallel arrays: at `lag` role `role` takes `nbytes`, as a sender if `sends`. `wave`, `receiver` and `started` are
+    parallel too: what a role receives of the pieces that trainers send at that lag. `lags` replaces the variant's own
+    lags when what one role receives at one of them does not fit a bucket.
     """
 
-    __slots__ = ("lag", "lags", "last", "nbytes", "received", "receivers", "role", "sends")
+    __slots__ = ("lag", "lags", "last", "nbytes", "receiver", "role", "sends", "started", "wave")
 
     def __init__(self, template: Template, moves: Sequence[Move], bucket: int) -> None:
         sizes = [template.nbytes_of(piece) for piece in range(len(template.pieces))]
         loads: defaultdict[tuple[int, bool, int], int] = defaultdict(int)
-        received: defaultdict[int, int] = defaultdict(int)
+        started: defaultdict[tuple[int, int], int] = defaultdict(int)
+        first: dict[int, int] = {}  # piece -> lag at which trainers send it; moves come by lag
         for piece, src, dst, link, lag in moves:
             if link is Link.LOCAL:
                 continue
-            received[dst] += sizes[piece]
+            started[first.setdefault(piece, lag), dst] += sizes[piece]
             loads[lag, False, dst] += sizes[piece]
             if link is Link.NETWORK:
                 loads[lag, True, src] += sizes[piece]
         keys = sorted(loads)
-        self.lag = np.array([lag for lag, _, _ in keys], dtype=np.int64)
+        self.lag = _array(lag for lag, _, _ in keys)
         self.sends = np.array([sends for _, sends, _ in keys], dtype=bool)
-        self.role = np.array([role for _, _, role in keys], dtype=np.int64)
-        self.nbytes = np.array([loads[key] for key in keys], dtype=np.int64)
-        self.receivers = np.array(sorted(received), dtype=np.int64)
-        self.received = np.array([received[role] for role in sorted(received)], dtype=np.int64)
+        self.role = _array(role for _, _, role in keys)
+        self.nbytes = _array(loads[key] for key in keys)
+        self.wave = _array(wave for wave, _ in started)
+        self.receiver = _array(role for _, role in started)
+        self.started = _array(started.values())
         self.last = max((lag for lag, _, _ in keys), default=0)
-        self.lags = _lags(sizes, moves, bucket) if max(received.values(), default=0) > bucket else None
+        most = max((nbytes for (_, sends, _), nbytes in loads.items() if not sends), default=0)
+        self.lags = _lags(sizes, moves, bucket) if most > bucket else None
 
 
 class Flow:
-    """A variant played by one crew. `column` says where the schedule counts each of the variant's loads."""
+    """A variant played by one crew. `column` says where the schedule counts each of the variant's loads.
 
-    __slots__ = ("column", "limit", "receivers", "variant")
+    Flows that receive alike share `since`, the first step that may have room for them: loads only grow.
+    """
+
+    __slots__ = ("column", "limit", "receiver", "since", "steady", "variant")
 
     def __init__(self, variant: Variant, columns: _IntArray, num_ranks: int, bucket: int) -> None:
         self.variant = variant
         self.column = columns[variant.role] + num_ranks * variant.sends
-        self.receivers = columns[variant.receivers]
+        self.receiver = columns[variant.receiver]
+        self.steady = np.maximum(variant.started, int(_STEADY * bucket))
+        self.since = [0]
         # Or the load alone where that is more: it then gets a step to itself.
         self.limit = np.maximum(variant.nbytes, np.where(variant.sends, _SEND_BUCKETS * bucket, bucket))
 
@@ -75,18 +84,20 @@ class Schedule:
     def __init__(self, ranks: Iterable[int], bucket_bytes: int) -> None:
         self._place: Mapping[int, int] = {rank: index for index, rank in enumerate(sorted(set(ranks)))}
         self._bucket = bucket_bytes
-        self._steady = int(bucket_bytes * _STEADY)
-        self._nearly_full = self._steady - bucket_bytes // 16
+        self._nearly_full = int(bucket_bytes * _STEADY) - bucket_bytes // 16
         # By step; columns are the ranks as receivers, then the ranks as senders.
         self._used = np.zeros((64, 2 * len(self._place)), dtype=np.int64)
         self._started = np.zeros((64, len(self._place)), dtype=np.int64)  # bytes, now or later, of tensors placed there
         self._num_steps = 0
         self._open = np.zeros(len(self._place), dtype=np.int64)  # receiver -> first step that may have room
+        self._since: dict[tuple[int, bytes], list[int]] = {}
 
     def flow(self, variant: Variant, crew: Crew) -> Flow:
         """Prepare a variant for the tensors of one crew."""
         columns = np.array([self._place[rank] for rank in crew], dtype=np.int64)
-        return Flow(variant, columns, len(self._place), self._bucket)
+        flow = Flow(variant, columns, len(self._place), self._bucket)
+        flow.since = self._since.setdefault((id(variant), flow.receiver.tobytes()), flow.since)
+        return flow
 
     def place(self, flow: Flow) -> int:
         """The step in which this tensor starts; its moves follow at their lags."""
@@ -97,23 +108,29 @@ class Schedule:
             self._reach(start + max(variant.lags))
             self._open[:] = self._num_steps
             return start
-        receivers = flow.receivers
-        if not receivers.size:
+        if not flow.receiver.size:
             return 0
-        step = int(self._open[receivers].max())
+        step = max(flow.since[0], int((self._open[flow.receiver] - variant.wave).max(initial=0)))
+        only_receivers = True
         while True:
             self._reach(step + variant.last)
             # What a step starts leaves room for its own forwards, so that in the long run both kinds flow side by side.
-            started = self._started[step, receivers] + variant.received
-            if (started <= np.maximum(self._steady, variant.received)).all():
+            started = self._started[step + variant.wave, flow.receiver] + variant.started
+            crowded = started > flow.steady
+            if not crowded.any():
                 used = self._used[step + variant.lag, flow.column] + variant.nbytes
-                if (used <= flow.limit).all():
+                over = used > flow.limit
+                if not over.any():
                     break
-            # A step with some room left is kept open for smaller tensors.
-            full = np.maximum(self._started[step, receivers], self._used[step, receivers]) > self._nearly_full
-            self._open[receivers[full]] = step + 1
+                only_receivers = only_receivers and not over[variant.sends].any()
+            else:
+                # A step with some room left is kept open for smaller tensors.
+                full = crowded & (started - variant.started > self._nearly_full)
+                np.maximum.at(self._open, flow.receiver[full], (step + variant.wave + 1)[full])
             step += 1
-        self._started[step, receivers] = started
+            if only_receivers:
+                flow.since[0] = step
+        self._started[step + variant.wave, flow.receiver] = started
         self._used[step + variant.lag, flow.column] = used
         return step
 
@@ -122,6 +139,10 @@ class Schedule:
             self._used = np.concatenate((self._used, np.zeros_like(self._used)))
             self._started = np.concatenate((self._started, np.zeros_like(self._started)))
         self._num_steps = max(self._num_steps, step + 1)
+
+
+def _array(values: Iterable[int]) -> _IntArray:
+    return np.array(list(values), dtype=np.int64)
 
 
 def _lags(sizes: Sequence[int], moves: Sequence[Move], bucket: int) -> tuple[int, ...]:

@@ -43,10 +43,11 @@ def test_windows_of_single_messages_deadlock_b60(pairs_apart, connected, one_str
 def test_b68_a_round_has_a_bounded_number_of_messages(in_flight, most):
     """Sends and receives counted together: 128 bytes of staging are eight messages each way, in two rounds."""
     trainers, engines = range(2), range(2, 4)
-    shape = (24, 8)
+    shape = (4, 4)
+    names = [MLP.replace("layers.0", f"layers.{layer}") for layer in range(12)]
     ranks = planned_ranks(
-        [(MLP, mesh_layout(shape, (2,), trainers, "S(0)"), "float32")],
-        [(MLP, mesh_layout(shape, (2,), engines, "R"), "float32")],
+        [(name, mesh_layout(shape, (2,), trainers, "S(0)"), "float32") for name in names],
+        [(name, mesh_layout(shape, (2,), engines, "R"), "float32") for name in names],
         num_trainers=2,
         num_targets=2,
         domains=(tuple(engines),),
