@@ -1,0 +1,68 @@
+"""Relays and pace: who passes what on, and in which order tensors start."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from equipment.declaring import layout, refit
+from equipment.plan_runs import assert_delivered
+
+from nemo_rl_reshard.params.spec import TensorSpec
+from nemo_rl_reshard.plan.check import check_plan
+from nemo_rl_reshard.plan.pace import paced
+from nemo_rl_reshard.plan.relay import ALL, Chains
+from nemo_rl_reshard.topology import Link, Topology
+
+
+@pytest.mark.parametrize(
+    ("num_domains", "share", "turn", "distances"),
+    [
+        (1, 0, 0, (0,)),
+        (4, ALL, 0, (0, 0, 0, 0)),
+        (4, ALL // 2, 0, (0, 1, 0, 1)),
+        (4, ALL // 2, 1, (1, 0, 1, 0)),
+        (3, 0, 2, (1, 2, 0)),
+        (16, 0, 0, (*range(8), *range(8))),
+    ],
+)
+def test_chains_start_where_trainers_send_and_end_after_eight(num_domains, share, turn, distances):
+    assert Chains().distances(num_domains, share, turn) == distances
+
+
+@pytest.mark.parametrize("share", [ALL // 7, ALL // 3, ALL * 5 // 6])
+def test_over_many_regions_trainers_send_their_share(share):
+    chains = Chains()
+    heads = sum(chains.distances(6, share, turn).count(0) for turn in range(60))
+    assert abs(heads - 360 * share / ALL) <= max(1, 60 - 360 * share / ALL)
+
+
+def test_one_trainer_sends_once_and_three_engines_pass_it_on():
+    """Four domains of one rank each, one trainer: direct sends would be four times what a receiver takes in."""
+    given, wanted = layout((8, 4), (1,), "R", (0,)), layout((8, 4), (4,), "R", range(1, 5))
+    specs = [TensorSpec(f"model.layers.{index}.mlp.up_proj.weight", (8, 4), "float32") for index in range(8)]
+    found = refit([(spec, given, wanted) for spec in specs], (0,), range(1, 5), Topology())
+    check_plan(found.plan, found.source, found.target, found.routes, found.topology)
+    assert_delivered(found)
+    sent = Counter(each.src for each in found.plan.transfers() if each.link is Link.NETWORK)
+    assert sent[0] == 8, "each tensor leaves the trainer once"
+    assert sent.total() == 8 * 4
+    assert max(sent[rank] for rank in range(1, 5)) <= 8, "no engine passes on more than it received"
+
+
+def test_series_run_side_by_side_each_in_model_order():
+    names = [f"{stage}.{index}" for stage in "abc" for index in range(10)]
+    found = paced(names, {name: name[0] for name in names})
+    assert sorted(found) == sorted(names)
+    for stage in "abc":
+        assert [name for name in found if name[0] == stage] == [name for name in names if name[0] == stage]
+    for start in range(0, 30, 6):
+        assert Counter(name[0] for name in found[start : start + 6]) == {"a": 2, "b": 2, "c": 2}
+
+
+def test_a_short_series_is_spread_over_the_whole():
+    names = [f"long.{index}" for index in range(90)] + [f"short.{index}" for index in range(3)]
+    found = paced(names, {name: name.split(".")[0] for name in names})
+    places = [found.index(f"short.{index}") for index in range(3)]
+    assert all(before + 25 <= after for before, after in pairwise(places))
