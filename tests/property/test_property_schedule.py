@@ -138,10 +138,10 @@ def test_relays_leave_trainers_what_only_they_can_do(case: PlanCase) -> None:
 def test_steps_lose_nothing_while_all_pipeline_stages_send() -> None:
     """Every step's busiest link added up is the busiest link's whole load: none idles because another is late.
 
-    But for the first and the last steps, in which chains begin and end.
+    The first and the last steps, in which chains begin and end, are one part in thirty of these.
     """
     engines = Grid((2, 2), "R S(1)", (6, 7, 8, 9))
-    case = stretched(PlanCase("stages", "three of four layers", staged((4, 4, 4), engines), ((6, 7), (8, 9))), FACTOR)
+    case = stretched(PlanCase("stages", "three of four layers", staged((24, 24, 24), engines), ((6, 7), (8, 9))), FACTOR)
     plan = planned(replace(case, bucket_bytes=32 << 20)).plan
     loads: defaultdict[int, Counter[tuple[str, int]]] = defaultdict(Counter)
     for transfer in plan.transfers():
@@ -151,7 +151,7 @@ def test_steps_lose_nothing_while_all_pipeline_stages_send() -> None:
     assert len(loads) >= 6
     whole_load = sum(loads.values(), Counter())
     assert {("sends", rank) for rank in range(6)} <= (loads[0] + loads[1]).keys(), "a stage waits for another"
-    assert sum(max(step.values()) for step in loads.values()) <= 1.25 * max(whole_load.values())
+    assert sum(max(step.values()) for step in loads.values()) <= 1.05 * max(whole_load.values())
 
 
 @pytest.mark.parametrize("case", LAYOUT_MATRIX, ids=lambda case: case.name)
