@@ -141,7 +141,8 @@ def test_steps_lose_nothing_while_all_pipeline_stages_send() -> None:
     The first and the last steps, in which chains begin and end, are one part in thirty of these.
     """
     engines = Grid((2, 2), "R S(1)", (6, 7, 8, 9))
-    case = stretched(PlanCase("stages", "three of four layers", staged((24, 24, 24), engines), ((6, 7), (8, 9))), FACTOR)
+    stages = PlanCase("stages", "three of 24 layers", staged((24, 24, 24), engines), ((6, 7), (8, 9)))
+    case = stretched(stages, FACTOR)
     plan = planned(replace(case, bucket_bytes=32 << 20)).plan
     loads: defaultdict[int, Counter[tuple[str, int]]] = defaultdict(Counter)
     for transfer in plan.transfers():
