@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import gcd, lcm
+from math import lcm
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nemo_rl_reshard.layout import Region
-from nemo_rl_reshard.layout.tiling import bounded
 from nemo_rl_reshard.plan.overlay import Demand
-from nemo_rl_reshard.plan.plan import Crew, Move
-from nemo_rl_reshard.plan.relay import ALL, Chains, Outlook
+from nemo_rl_reshard.plan.pieces import WAVES, waves_of
+from nemo_rl_reshard.plan.plan import Crew, Move, columns_of
+from nemo_rl_reshard.plan.relay import ALL, Chains, Outlook, in_chains
 from nemo_rl_reshard.topology import Link
 
 _MOST_VARIANTS = 24  # divisible by 2, 3, 4, 6, 8 and 12 replicas
 _MOST_DEMANDS = 1024  # of all variants of a template together, unless replicas need more to take turns
-_WAVES = 4  # of a bucket: what a rank sends, or receives, of one tensor in one step is about that part
-_SMALL_BYTES = 256 << 10  # a piece below this gains nothing from being shared
+_MOST_PIECES = 512  # likewise, whatever replicas need: a tensor of many pieces is nearly even in itself
 
 Moves = tuple[Move, ...]
 
@@ -83,6 +82,11 @@ class Choice:
         return tuple(dict.fromkeys(demand.region for demand in self.demands))
 
     @property
+    def freedom(self) -> int:
+        """The fewest replicas that could send one of the demands; 0 when all is nearby."""
+        return min((len(demand.holders) for demand in self.demands if not demand.near), default=0)
+
+    @property
     def busiest_send(self) -> int:
         """Bytes of one tensor that a trainer sends over the network when replicas share evenly."""
         sends: Counter[int] = Counter()
@@ -113,18 +117,15 @@ class Choice:
             and not any(count % len(holders) for (holders, _), count in by_holders.items())
         )
 
-    def num_variants(self, num_tensors: int) -> int:
-        """1 when nothing can be chosen, else as many as help `num_tensors` of one crew to share evenly."""
+    @property
+    def ways(self) -> int:
+        """How many tensors it takes until every replica and every needer has had its turn at each demand, or so."""
         ways = 1
         for demand in self.demands:
             ways = lcm(ways, *((len(demand.near),) if demand.near else (len(demand.holders), len(demand.needers))))
             if ways > _MOST_VARIANTS:
-                return min(_MOST_VARIANTS, num_tensors)
-        if ways == 1:
-            return 1
-        # At cluster scale every tensor spreads over many ranks itself, so a few variants share evenly.
-        most = min(_MOST_VARIANTS, max(ways, _MOST_DEMANDS // len(self.demands)))
-        return min(most // ways * ways, num_tensors)
+                return _MOST_VARIANTS
+        return ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,64 +140,22 @@ class Cast:
     in_turn: bool = False
 
 
-def share(demands: Sequence[Demand], item_size: int, bucket_bytes: int) -> tuple[Demand, ...]:
-    """Split large demands that replicas can share, and those larger than a wave; keep the others whole.
-
-    So every replica sends, and every rank of a domain receives, its part of each large tensor, whatever other tensors
-    there are. Every demand must have a holder.
-    """
-    by_needers = Counter(demand.needers for demand in demands if not demand.near)
-    by_holders = Counter(demand.holders for demand in demands if not demand.near)
-    shared: list[Demand] = []
-    for demand in demands:
-        parts = 1
-        if not demand.near:
-            most = demand.region.numel * item_size // _SMALL_BYTES
-            for replicas, alike in (
-                (len(demand.needers), by_needers[demand.needers]),
-                (len(demand.holders), by_holders[demand.holders]),
-            ):
-                parts = lcm(parts, replicas // gcd(replicas, alike))
-            parts = min(parts, most)
-        shared.extend(
-            Demand(region, demand.domain, demand.holders, demand.needers, demand.near)
-            for part in _split(demand.region, parts)
-            for region in bounded(part, max(1, bucket_bytes // (_WAVES * item_size)))
-        )
-    return tuple(shared)
-
-
-def _split(region: Region, parts: int) -> tuple[Region, ...]:
-    """At least `parts` pieces where the region has as many elements, along the outermost dims that allow it."""
-    if parts <= 1:
-        return (region,)
-    for dim, extent in enumerate(region.extent):
-        if extent >= parts:
-            return region.split(dim, parts)
-    widest = max(range(len(region.extent)), key=lambda dim: (region.extent[dim], -dim), default=None)
-    if widest is None or region.extent[widest] == 1:
-        return (region,)
-    outer = region.split(widest, parts)
-    return tuple(piece for part in outer for piece in _split(part, -(-parts // len(outer))))
-
-
 def assign(choices: Sequence[Choice], bucket_bytes: int, outlook: Outlook) -> list[Cast]:
     """For each choice its variants, each the moves that meet every demand once, and who uses which.
 
     Tensor number i of a crew is meant to use the crew's variant i modulo their number. Candidates are taken by present
-    load, in turns where loads are equal; what is even in itself is counted first, so that the rest can make up for it.
-    Where many domains need a large tensor, chains keep its trainers from sending more than about half a step's worth at
-    once.
+    load, in turns where loads are equal; what is even in itself, and then what few can send, is counted first, so that
+    the rest can make up for it. Where many domains need a large tensor, chains keep its trainers from sending more than
+    about half a step's worth at once.
     """
     loads = Loads()
-    chains = Chains()
     found: list[Cast] = [Cast((), ())] * len(choices)
     even = [
         choice.is_even and all(outlook.is_even(crew[: choice.num_holders]) for crew, _ in choice.crews)
         for choice in choices
     ]
-    for index in sorted(range(len(choices)), key=lambda index: (not even[index], index)):
-        chooser = _Chooser(choices[index], loads, chains, outlook, bucket_bytes)
+    for index in sorted(range(len(choices)), key=lambda index: (not even[index], choices[index].freedom, index)):
+        chooser = _Chooser(choices[index], loads, outlook, bucket_bytes)
         found[index] = chooser.in_turn() if even[index] else chooser.by_load()
     return found
 
@@ -204,10 +163,10 @@ def assign(choices: Sequence[Choice], bucket_bytes: int, outlook: Outlook) -> li
 class _Chooser:
     """Makes the variants of one choice; equal ones, of whichever crews, are one."""
 
-    def __init__(self, choice: Choice, loads: Loads, chains: Chains, outlook: Outlook, bucket_bytes: int) -> None:
+    def __init__(self, choice: Choice, loads: Loads, outlook: Outlook, bucket_bytes: int) -> None:
         self._choice = choice
         self._loads = loads
-        self._chains = chains
+        self._chains = Chains()
         self._direct_share = outlook.direct
         self._variants: dict[Moves, int] = {}
         self._sizes = [demand.region.numel * choice.item_size for demand in choice.demands]
@@ -218,13 +177,24 @@ class _Chooser:
         for index in sorted(range(len(self._sizes)), key=lambda index: (-self._sizes[index], index)):
             fans.setdefault(choice.demands[index].region, []).append(index)
         self._fans = tuple(fans.values())
+        self._most_domains = max(map(len, self._fans), default=1)
+        self._few = max(1, min(_MOST_VARIANTS, _MOST_PIECES // max(1, len(self._fans))))
         # What a step brings over the network. A trainer that sent more at once would be alone on the wire meanwhile.
         pace = max(1, int(bucket_bytes * outlook.network_share))
-        self._most_direct = min(ALL, ALL * pace // max(1, 2 * choice.busiest_send))
-        most_domains = max(map(len, self._fans), default=1)
-        at_once = max(choice.busiest_send * self._most_direct // ALL, choice.busiest_send // most_domains)
-        waves = max(-(-2 * at_once // pace), -(-choice.busiest_receive * _WAVES // bucket_bytes))
-        self._num_waves = max(1, min(len(self._fans), waves))
+        busiest_send = choice.busiest_send
+        self._most_direct = min(ALL, ALL * pace // max(1, 2 * busiest_send))
+        at_once = max(busiest_send * self._most_direct // ALL, busiest_send // self._most_domains)
+        num_waves = max(-(-2 * at_once // pace), -(-choice.busiest_receive * WAVES // bucket_bytes))
+        first = [choice.demands[fan[0]].holders for fan in self._fans]
+        needed_by = [tuple(choice.demands[index].needers for index in fan) for fan in self._fans]
+        ways = tuple(zip(first, needed_by, strict=True))
+        sizes = [self._sizes[fan[0]] for fan in self._fans]
+        waves = waves_of(ways, sizes, max(1, min(len(self._fans), num_waves)))
+        # Wave by wave, so that the pieces of each take turns over all replicas and all first receivers.
+        order = sorted(range(len(waves)), key=waves.__getitem__)
+        self._fans = tuple(self._fans[place] for place in order)
+        self._waves = tuple(waves[place] for place in order)
+        self._ways = tuple(ways[place] for place in order)
 
     def in_turn(self) -> Cast:
         """All crews use the same moves, which are even in themselves; domains take turns at being first."""
@@ -232,8 +202,7 @@ class _Chooser:
         # The busiest trainers decide how much goes through chains.
         shares = tuple(map(min, zip(*(self._shares(crew) for crew, _ in crews), strict=True)))
         in_turns = self._most_direct < ALL or any(share < ALL for share in shares)
-        most_domains = max(map(len, self._fans), default=1)
-        turns = min(most_domains, _MOST_VARIANTS) if in_turns else 1
+        turns = min(self._most_domains, self._few, sum(count for _, count in crews)) if in_turns else 1
         alone = [Loads().of(crews[0][0]) for _ in range(turns)]
         variants = tuple(self._number(self._choose(shares, turn, 1, loads)) for turn, loads in enumerate(alone))
         of_tensor = np.array([[loads.network_send, loads.network_recv, loads.fast_send] for loads in alone])
@@ -246,9 +215,10 @@ class _Chooser:
     def by_load(self) -> Cast:
         """Every crew takes, tensor by tensor in turn, what evens out the loads best."""
         of_crew = []
+        most_variants = self._most_variants()
         for place, (crew, num_tensors) in enumerate(self._choice.crews):
             shares = self._shares(crew)
-            num_variants = self._choice.num_variants(num_tensors)
+            num_variants = min(most_variants, num_tensors)
             base, extra = divmod(num_tensors, num_variants)
             loads = self._loads.of(crew)
             of_crew.append(
@@ -259,6 +229,15 @@ class _Chooser:
             )
             self._loads.take(crew, loads)
         return Cast(tuple(self._variants), tuple(of_crew))
+
+    def _most_variants(self) -> int:
+        """1 when nothing can be chosen, else as many as help the tensors of one crew to share evenly."""
+        ways = self._choice.ways
+        if ways == 1:
+            return 1
+        # At cluster scale every tensor spreads over many ranks itself, so a few variants share evenly.
+        most = min(_MOST_VARIANTS, max(ways, _MOST_DEMANDS // len(self._choice.demands)))
+        return min(self._few, most // ways * ways)
 
     def _number(self, moves: Moves) -> int:
         return self._variants.setdefault(moves, len(self._variants))
@@ -286,9 +265,8 @@ class _Chooser:
                     moves.extend(_from_near(piece, demand, nbytes, loads))
             if far:
                 share = min(shares[place] if shares else ALL, self._most_direct)
-                distances = self._chains.distances(len(far), share, turn + place)
-                lags = [distance + place % self._num_waves for distance in distances]
-                moves.extend(_from_far(piece, far, distances, lags, turn + place, nbytes, loads))
+                distances = self._chains.distances(len(far), share, self._ways[place])
+                moves.extend(_from_far(piece, far, distances, self._waves[place], turn + place, nbytes, loads))
         return _alternating(moves)
 
 
@@ -296,7 +274,7 @@ def _from_far(
     piece: int,
     demands: Sequence[Demand],
     distances: Sequence[int],
-    lags: Sequence[int],
+    wave: int,
     turn: int,
     nbytes: int,
     loads: _RoleLoads,
@@ -313,23 +291,26 @@ def _from_far(
         loads.fast_send[entry] += nbytes * (len(demand.needers) - 1)
         entries.append(entry)
     moves = []
-    for index, (demand, lag) in enumerate(zip(demands, lags, strict=True)):
-        entry = entries[index]
-        src = entries[index - 1] if distances[index] else min(_turned(demand.holders, turn), key=sent.__getitem__)
+    before = -1
+    for index, distance in zip(in_chains([sent[entry] for entry in entries], distances, turn), distances, strict=True):
+        demand, entry, lag = demands[index], entries[index], distance + wave
+        src = before if distance else min(_turned(demand.holders, turn), key=sent.__getitem__)
         sent[src] += nbytes
         moves.append(Move(piece, src, entry, Link.NETWORK, lag))
         moves.extend([Move(piece, entry, dst, Link.FAST, lag + 1) for dst in demand.needers if dst != entry])
+        before = entry
     return moves
 
 
-def _alternating(moves: list[Move]) -> Moves:
+def _alternating(moves: Sequence[Move]) -> Moves:
     """By lag, and inside a lag in turns over the senders: where all at once is too much, none sends alone."""
-    nth: Counter[tuple[int, int]] = Counter()
-    keys = []
-    for move in sorted(moves):
-        keys.append((move.lag, nth[move.lag, move.src], move))
-        nth[move.lag, move.src] += 1
-    return tuple(move for _, _, move in sorted(keys))
+    piece, src, dst, lag = columns_of(moves)
+    by_sender = np.lexsort((dst, piece, src, lag))
+    starts = np.append(True, (np.diff(lag[by_sender]) != 0) | (np.diff(src[by_sender]) != 0))
+    place = np.arange(len(moves))
+    nth = np.empty(len(moves), dtype=np.int64)
+    nth[by_sender] = place - np.maximum.accumulate(np.where(starts, place, 0))
+    return tuple([moves[index] for index in np.lexsort((dst, src, piece, nth, lag)).tolist()])
 
 
 def _turned(roles: tuple[int, ...], turn: int) -> tuple[int, ...]:

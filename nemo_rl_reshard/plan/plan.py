@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nemo_rl_reshard.errors import PlanError
 from nemo_rl_reshard.layout import Region
@@ -48,6 +52,12 @@ class Move(NamedTuple):
     dst: int
     link: Link
     lag: int
+
+
+def columns_of(moves: Sequence[Move]) -> tuple[NDArray[np.int64], ...]:
+    """Piece, src, dst and lag of all `moves`, an array each."""
+    count = len(moves)
+    return tuple(np.fromiter(map(itemgetter(field), moves), np.int64, count) for field in (0, 1, 2, 4))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,11 @@ from dataclasses import replace
 from nemo_rl_reshard.errors import FaultList, PlanError
 from nemo_rl_reshard.params.catalog import Catalog
 from nemo_rl_reshard.params.routing import Route, RouteKind
-from nemo_rl_reshard.plan.balance import Cast, Choice, assign, share
+from nemo_rl_reshard.plan.balance import Cast, Choice, assign
 from nemo_rl_reshard.plan.codec import seal
 from nemo_rl_reshard.plan.kinds import Kind, kinds_of
 from nemo_rl_reshard.plan.pace import paced
+from nemo_rl_reshard.plan.pieces import share
 from nemo_rl_reshard.plan.plan import Crew, Placed, Plan, PlanOptions, Template
 from nemo_rl_reshard.plan.relay import look_ahead
 from nemo_rl_reshard.plan.schedule import Flow, Schedule, Variant

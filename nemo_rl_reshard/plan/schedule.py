@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_rl_reshard.plan.plan import Crew, Move, Template
+from nemo_rl_reshard.plan.plan import Crew, Move, Template, columns_of
 from nemo_rl_reshard.topology import Link
 
 _IntArray = NDArray[np.int64]
@@ -31,28 +31,25 @@ class Variant:
     __slots__ = ("lag", "lags", "last", "nbytes", "receiver", "role", "sends", "started", "wave")
 
     def __init__(self, template: Template, moves: Sequence[Move], bucket: int) -> None:
-        sizes = [template.nbytes_of(piece) for piece in range(len(template.pieces))]
-        loads: defaultdict[tuple[int, bool, int], int] = defaultdict(int)
-        started: defaultdict[tuple[int, int], int] = defaultdict(int)
-        first: dict[int, int] = {}  # piece -> lag at which trainers send it; moves come by lag
-        for piece, src, dst, link, lag in moves:
-            if link is Link.LOCAL:
-                continue
-            started[first.setdefault(piece, lag), dst] += sizes[piece]
-            loads[lag, False, dst] += sizes[piece]
-            if link is Link.NETWORK:
-                loads[lag, True, src] += sizes[piece]
-        keys = sorted(loads)
-        self.lag = _array(lag for lag, _, _ in keys)
-        self.sends = np.array([sends for _, sends, _ in keys], dtype=bool)
-        self.role = _array(role for _, _, role in keys)
-        self.nbytes = _array(loads[key] for key in keys)
-        self.wave = _array(wave for wave, _ in started)
-        self.receiver = _array(role for _, role in started)
-        self.started = _array(started.values())
-        self.last = max((lag for lag, _, _ in keys), default=0)
-        most = max((nbytes for (_, sends, _), nbytes in loads.items() if not sends), default=0)
-        self.lags = _lags(sizes, moves, bucket) if most > bucket else None
+        sizes = _array(template.nbytes_of(piece) for piece in range(len(template.pieces)))
+        far = [move for move in moves if move.link is not Link.LOCAL]
+        piece, src, dst, lag = columns_of(far)
+        network = np.array([move.link is Link.NETWORK for move in far], dtype=bool)
+        nbytes = sizes[piece]
+        places, self.nbytes = _added_up(
+            np.concatenate((lag, lag[network])),
+            np.concatenate((np.zeros_like(lag), np.ones_like(lag[network]))),
+            np.concatenate((dst, src[network])),
+            nbytes=np.concatenate((nbytes, nbytes[network])),
+        )
+        self.lag, self.role = places[0], places[2]
+        self.sends = places[1].astype(bool)
+        first = np.full(len(sizes), np.iinfo(np.int64).max)  # piece -> lag at which trainers send it
+        np.minimum.at(first, piece, lag)
+        (self.wave, self.receiver), self.started = _added_up(first[piece], dst, nbytes=nbytes)
+        self.last = int(lag.max(initial=0))
+        most = int(self.nbytes[~self.sends].max(initial=0))
+        self.lags = _lags(sizes.tolist(), moves, bucket) if most > bucket else None
 
 
 class Flow:
@@ -139,6 +136,17 @@ class Schedule:
             self._used = np.concatenate((self._used, np.zeros_like(self._used)))
             self._started = np.concatenate((self._started, np.zeros_like(self._started)))
         self._num_steps = max(self._num_steps, step + 1)
+
+
+def _added_up(*key: _IntArray, nbytes: _IntArray) -> tuple[_IntArray, _IntArray]:
+    """The distinct keys, ascending, [part, key], and the bytes of each."""
+    if not nbytes.size:
+        return np.zeros((len(key), 0), dtype=np.int64), nbytes
+    sizes = tuple(int(part.max()) + 1 for part in key)
+    keys, place = np.unique(np.ravel_multi_index(key, sizes), return_inverse=True)
+    total = np.zeros(len(keys), dtype=np.int64)
+    np.add.at(total, place, nbytes)
+    return np.stack(np.unravel_index(keys, sizes)), total
 
 
 def _array(values: Iterable[int]) -> _IntArray:

@@ -76,9 +76,7 @@ CASES = [
     PlanCase("a_copy_nearby", "one domain has a trainer's copy inside, the other has none", tensors(3, (12, 4),
              Grid((2, 2), "R S(0)", (0, 1, 2, 3)), line("R", 4, 5, 6, 7)), ((0, 1, 4, 5), (2, 3), (6, 7))),
 ]  # fmt: skip
-DRAWN = [drawn(seed) for seed in range(40)]
-COARSE = {"kv_copies", "an_only_copy_beside_shared_ones"}
-"""Regions that come out in unequal sizes and are handed out whole: near the optimum, not at it."""
+DRAWN = [drawn(seed) for seed in range(60)]
 RELAYED = [
     PlanCase("one_to_seven", "seven engines of one rank", tensors(4, (12, 4), line("R", 0), line("R", *range(1, 8)))),
     PlanCase("two_to_three_domains", "engines of two", tensors(6, (12, 4), line("S(0)", 0, 1),
@@ -103,14 +101,13 @@ def network_loads(plan: Plan) -> tuple[Counter[int], Counter[int]]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_busiest_sender_and_receiver_are_the_optimums(case: PlanCase) -> None:
-    most = 1.13 if case.name in COARSE else 1.02
-    assert_near_optimum(case, sender=most, receiver=most)
+    assert_near_optimum(case, sender=1.02, receiver=1.02)
 
 
 @pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.name)
 def test_drawn_sizes_and_replicas_stay_near_the_optimum(case: PlanCase) -> None:
-    """Few tensors of very unequal sizes, which a choice made region by region cannot even out."""
-    assert_near_optimum(case, sender=1.4, receiver=1.07)
+    """Few tensors of very unequal sizes, which a choice made piece by piece cannot even out for senders."""
+    assert_near_optimum(case, sender=1.15, receiver=1.01)
 
 
 def assert_near_optimum(case: PlanCase, sender: float, receiver: float) -> None:

@@ -7,7 +7,7 @@ import pytest
 from equipment.declaring import layout, refit, rows
 
 from nemo_rl_reshard.params.spec import TensorSpec
-from nemo_rl_reshard.plan.balance import Choice, assign, share
+from nemo_rl_reshard.plan.balance import Choice, assign
 from nemo_rl_reshard.plan.optimum import least_peak
 from nemo_rl_reshard.plan.overlay import overlay
 from nemo_rl_reshard.plan.relay import Outlook
@@ -34,13 +34,6 @@ def test_overlay_names_holders_needers_and_near_holders():
         (1, 1, 2, (0, 1), (3,), ()),
         (2, 1, 2, (0,), (3,), ()),
     ]
-
-
-def test_small_demands_stay_whole_and_large_ones_are_cut_to_the_bucket():
-    given, wanted = rows((64, 4), {0: [(0, 64)]}), rows((64, 4), {1: [(0, 64)], 2: [(0, 64)]})
-    demands = overlay(given, wanted, {0: 0, 1: 1, 2: 1})
-    assert share(demands, 4, 1 << 20) == demands
-    assert [d.region.extent for d in share(demands, 4, 1024)] == [(16, 4)] * 4, "waves of a quarter of a bucket"
 
 
 def test_free_choices_make_up_for_forced_ones():

@@ -12,30 +12,58 @@ from equipment.plan_runs import assert_delivered
 from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.plan.check import check_plan
 from nemo_rl_reshard.plan.pace import paced
-from nemo_rl_reshard.plan.relay import ALL, Chains
+from nemo_rl_reshard.plan.plan import PlanOptions
+from nemo_rl_reshard.plan.relay import ALL, Chains, in_chains
 from nemo_rl_reshard.topology import Link, Topology
 
 
 @pytest.mark.parametrize(
-    ("num_domains", "share", "turn", "distances"),
+    ("num_domains", "share", "distances"),
     [
-        (1, 0, 0, (0,)),
-        (4, ALL, 0, (0, 0, 0, 0)),
-        (4, ALL // 2, 0, (0, 1, 0, 1)),
-        (4, ALL // 2, 1, (1, 0, 1, 0)),
-        (3, 0, 2, (1, 2, 0)),
-        (16, 0, 0, (*range(8), *range(8))),
+        (1, 0, (0,)),
+        (4, ALL, (0, 0, 0, 0)),
+        (4, ALL // 2, (0, 1, 0, 1)),
+        (3, 0, (0, 1, 2)),
+        (16, 0, (*range(8), *range(8))),
     ],
 )
-def test_chains_start_where_trainers_send_and_end_after_eight(num_domains, share, turn, distances):
-    assert Chains().distances(num_domains, share, turn) == distances
+def test_chains_start_where_trainers_send_and_end_after_eight(num_domains, share, distances):
+    assert Chains().distances(num_domains, share, "group") == distances
 
 
 @pytest.mark.parametrize("share", [ALL // 7, ALL // 3, ALL * 5 // 6])
-def test_over_many_regions_trainers_send_their_share(share):
+def test_over_many_regions_of_a_group_trainers_send_their_share(share):
     chains = Chains()
-    heads = sum(chains.distances(6, share, turn).count(0) for turn in range(60))
-    assert abs(heads - 360 * share / ALL) <= max(1, 60 - 360 * share / ALL)
+    heads = Counter()
+    for place in range(120):
+        heads[place % 2] += chains.distances(6, share, place % 2).count(0)
+    for group in (0, 1):
+        assert abs(heads[group] - 360 * share / ALL) <= max(1, 60 - 360 * share / ALL)
+
+
+def test_those_who_send_most_end_the_chains():
+    distances = (0, 1, 2, 0, 1)
+    assert in_chains([0, 0, 0, 0, 0], distances, 2) == [2, 3, 0, 4, 1], "of equals, turns decide"
+    order = in_chains([9, 1, 8, 2, 3], distances, 0)
+    assert {order[2], order[4]} == {0, 2}
+    assert sorted(order) == [0, 1, 2, 3, 4]
+
+
+def test_every_chained_engine_passes_on_as_much_as_the_others():
+    """Two trainers hold row halves, engines of two need column halves: no side may have all the long chains."""
+    shape = (3072, 2048)
+    given, wanted = layout(shape, (2,), "S(0)", (0, 1)), layout(shape, (2, 2), "R S(1)", range(2, 6))
+    specs = [TensorSpec(f"model.layers.{index}.mlp.up_proj.weight", shape, "float32") for index in range(8)]
+    topology = Topology(domains=((0, 1), (2, 3), (4, 5)))
+    found = refit(
+        [(spec, given, wanted) for spec in specs], (0, 1), range(2, 6), topology, PlanOptions(bucket_bytes=32 << 20)
+    )
+    sent = Counter()
+    for each in found.plan.transfers():
+        if each.link is Link.NETWORK:
+            sent[each.src] += each.region.numel
+    assert sent[0] == sent[1] > 0
+    assert sent[2] == sent[3] == sent[4] == sent[5] > 0
 
 
 def test_one_trainer_sends_once_and_three_engines_pass_it_on():

@@ -26,8 +26,15 @@ SPECS = Path(__file__).parents[2] / "configs" / "plans"
         ("qwen3-235b-h100", RoutePolicy.ALL, 1.25),
         ("qwen3-235b-h100", RoutePolicy.FFN, 1.5),
         ("deepseek-v3-h100", RoutePolicy.ALL, 1.25),
+        ("deepseek-v3-h100", RoutePolicy.FFN, 1.5),
         ("deepseek-v3-gb200", RoutePolicy.ALL, 1.25),
+        ("deepseek-v3-gb200", RoutePolicy.FFN, 1.5),
         ("nemotron-ultra-550b-gb200", RoutePolicy.ALL, 1.25),
+        ("nemotron-ultra-550b-gb200", RoutePolicy.FFN, 1.5),
+        ("qwen3.5-397b-h100", RoutePolicy.ALL, 1.25),
+        ("qwen3.5-397b-h100", RoutePolicy.FFN, 1.5),
+        ("qwen3.8-2.4t-gb200", RoutePolicy.ALL, 1.25),
+        ("qwen3.8-2.4t-gb200", RoutePolicy.FFN, 1.5),
     ],
 )
 def test_published_rows_are_planned_near_their_floor(name: str, route: RoutePolicy, most: float) -> None:
