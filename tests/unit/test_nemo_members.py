@@ -50,12 +50,12 @@ def test_b13_a_worker_takes_the_argument_of_its_rank_in_its_own_executor():
         rank = 1
         global_rank = 5
 
-        def reshard_perform(self, operation, arguments):
-            taken.append((operation, arguments[self.rank]))
+        def reshard_perform(self, operation, arguments, shared):
+            taken.append((operation, arguments[self.rank], shared))
             return {"rank": arguments[self.rank]["rank"]}
 
-    assert perform_on_engine(Worker(), "refit", [{"rank": 6}, {"rank": 7}]) == {"rank": 7}
-    assert taken == [("refit", {"rank": 7})]
+    assert perform_on_engine(Worker(), "refit", [{"rank": 6}, {"rank": 7}], {"a": 1}) == {"rank": 7}
+    assert taken == [("refit", {"rank": 7}, {"a": 1})]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -88,4 +88,4 @@ def test_a_decorated_actor_that_takes_no_positional_arguments_is_reached(monkeyp
 
     trainer = members_of(FakePolicy([SimpleNamespace(__ray_call__=Decorated())]), FakeGeneration([], [], {}))[0][0]
     asked = trainer.submit("refit", [{"rank": 0}])
-    assert asked == {"fn": perform_on_policy, "operation": "refit", "arguments": [{"rank": 0}]}
+    assert asked == {"fn": perform_on_policy, "operation": "refit", "arguments": [{"rank": 0}], "shared": None}
