@@ -9,6 +9,7 @@ from nemo_rl_reshard.errors import StateError, TargetError
 from nemo_rl_reshard.integrations.nemo_rl.engine_rank import forget_old_weights, num_unfinished, perform_on_engine
 from nemo_rl_reshard.integrations.nemo_rl.members import members_of
 from nemo_rl_reshard.integrations.nemo_rl.policy_rank import perform_on_policy
+from nemo_rl_reshard.orchestration.shared import Shared
 from nemo_rl_reshard.orchestration.world import Seating
 
 LAYOUTS = {
@@ -76,6 +77,8 @@ def test_no_actor_is_asked_without_ray(monkeypatch):
     for member in (trainer, engine):
         with pytest.raises(StateError, match="Ray is shut down"):
             member.submit("close", [{"rank": 0}])
+        with pytest.raises(StateError, match="Ray is shut down"):
+            member.submit("adopt", [{"rank": 0}], Shared({"plan": "text"}))
 
 
 def test_a_decorated_actor_that_takes_no_positional_arguments_is_reached(monkeypatch):

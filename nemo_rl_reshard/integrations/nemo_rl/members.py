@@ -57,8 +57,8 @@ class PolicyMember(StockMember):
         self, operation: str, arguments: Sequence[dict[str, Any]], shared: Shared | None = None
     ) -> ObjectRef[Any]:
         """Run our function on the actor's instance, or the method it was given."""
+        require_ray()
         if self.has_methods:
-            require_ray()
             return super().submit(operation, arguments, shared)
         told = None if shared is None else shared.reference
         return self.on_actor(perform_on_policy, operation=operation, arguments=list(arguments), shared=told)
