@@ -93,6 +93,8 @@ class Assignment:
         else:
             program = _renumbered(lower(plan, labels[rank]), index)
         mine = LeftoverProgram.from_plain(leftovers)
+        if share is None and rank in mine.trainers:
+            raise PlanError(f"malformed handout: rank {rank} is a trainer and was given no share of the leftovers")
         return cls(
             program=program,
             leftovers=mine if share is None else mine.with_share(share),

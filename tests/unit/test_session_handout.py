@@ -122,6 +122,11 @@ def test_a_rank_that_the_plan_does_not_know_is_refused() -> None:
         Assignment.from_plain(whole, 77)
 
 
+def test_a_trainer_without_its_share_is_refused_rather_than_send_nothing() -> None:
+    with pytest.raises(PlanError, match="rank 1 is a trainer and was given no share"):
+        Assignment.from_plain({**mixed_ranks()[1].handout, "share": None}, 1)
+
+
 def test_no_rank_keeps_the_plan() -> None:
     def plans() -> int:
         gc.collect()
