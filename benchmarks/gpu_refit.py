@@ -111,7 +111,7 @@ def _specs(explicit: ExplicitRank) -> list[list[Any]]:
 
 def _connect(live: LiveRank, asked: Asked, world: dict[str, Any], generation: int) -> None:
     live.session.connect({**world, "transport": asked.case.transport, "generation": generation})
-    live.session.adopt(live.made_of.assignment.to_plain())
+    live.session.adopt(live.made_of.handout)
 
 
 def _refit(live: LiveRank, turn: int, verify: str) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def main() -> None:
     specs = {name: replace(each, dtype="bfloat16") for name, each in read.target.specs.items()}
     target = replace(read.target, specs=specs)
     plan = make_plan(read.source, target, read.routes, read.topology, read.options)
-    ranks = explicit_ranks(read.source, target, plan)
+    ranks = explicit_ranks(read.source, target, plan, in_rounds=True)
     failed = False
     for case in cases:
         devices = [f"cuda:{rank.rank % num_gpus}" if options.device == "cuda" else "cpu" for rank in ranks]

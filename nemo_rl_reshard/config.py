@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from nemo_rl_reshard.errors import ConfigError, FaultList, LayoutError, PlanError
 from nemo_rl_reshard.params.routing import RoutePolicy
 from nemo_rl_reshard.plan.plan import PlanOptions
-from nemo_rl_reshard.runtime.assignment import DEFAULT_IN_FLIGHT
+from nemo_rl_reshard.runtime.handout import DEFAULT_IN_FLIGHT
 from nemo_rl_reshard.runtime.order import VerifyMode
 from nemo_rl_reshard.topology import Topology
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -19,10 +19,11 @@ from nemo_rl_reshard.cli.refit_spec import RefitSpec, require_room_for
 from nemo_rl_reshard.errors import ConfigError, VerificationError
 from nemo_rl_reshard.layout.tiling import volume
 from nemo_rl_reshard.params.routing import Route, RouteKind
+from nemo_rl_reshard.plan.plan import Plan
 from nemo_rl_reshard.plan.planner import make_plan
 from nemo_rl_reshard.plan.traffic import conventional_traffic
-from nemo_rl_reshard.runtime.assignment import DEFAULT_IN_FLIGHT, Assignment
-from nemo_rl_reshard.runtime.leftover_plan import Gather
+from nemo_rl_reshard.runtime.handout import DEFAULT_IN_FLIGHT
+from nemo_rl_reshard.runtime.leftover_plan import Gather, LeftoverProgram
 from nemo_rl_reshard.runtime.session import RankSession
 from nemo_rl_reshard.runtime.world import World, join_processes
 from nemo_rl_reshard.topology import Link
@@ -41,10 +42,10 @@ _ROUND_S = 300.0
 
 @dataclass(frozen=True)
 class BenchRank:
-    """What one rank's process needs. `assignments` by backend; `bytes_between` is what the reshard moves."""
+    """What one rank's process needs. `handouts` by backend; `bytes_between` is what the reshard moves."""
 
     explicit: ExplicitRank
-    assignments: Mapping[str, Assignment]
+    handouts: Mapping[str, Mapping[str, Any]]
     bytes_between: Mapping[tuple[int, int], int]
     in_flight: int
     repeats: int
@@ -84,13 +85,13 @@ def bench_spec(
             spec.source, spec.target, plans[GATHER_BROADCAST], in_flight=in_flight, gather=Gather.ROOT
         ),
     }
-    between = _bytes_between([rank.assignment for rank in made[RESHARD]])
+    between = _bytes_between(plans[RESHARD], made[RESHARD])
     if not any(between.values()):
         raise ConfigError("nothing to measure: no byte travels between ranks of this spec")
     ranks = [
         BenchRank(
             explicit=explicit,
-            assignments={backend: made[backend][explicit.rank].assignment for backend in BACKENDS},
+            handouts={backend: made[backend][explicit.rank].handout for backend in BACKENDS},
             bytes_between=between,
             in_flight=in_flight,
             repeats=repeats,
@@ -136,7 +137,7 @@ def bench_rank(rank: BenchRank, world: dict[str, Any]) -> _RankTimes:
             sessions[backend].declare([[s.name, list(s.shape), s.dtype] for s in rank.explicit.source_specs])
     for generation, (backend, session) in enumerate(sessions.items(), start=1):
         session.connect({**world, "generation": generation})
-        session.adopt(rank.assignments[backend].to_plain())
+        session.adopt(rank.handouts[backend])
     live.fill(0)
     line = LineRate(transport, rank.bytes_between, rank.in_flight)
     result = _RankTimes({}, {}, {})
@@ -190,15 +191,15 @@ def _meet(transport: Transport) -> None:
         pending.wait(deadline)
 
 
-def _bytes_between(assignments: list[Assignment]) -> dict[tuple[int, int], int]:
+def _bytes_between(plan: Plan, ranks: Sequence[ExplicitRank]) -> dict[tuple[int, int], int]:
     """Bytes of every pair of ranks under the reshard plan, leftovers' broadcasts counted as sent by their root."""
+    index = {each.label: each.rank for each in ranks}
     between: Counter[tuple[int, int]] = Counter()
-    for assignment in assignments:
-        rank = assignment.program.rank
-        for message in assignment.program.messages:
-            if message.src == rank != message.dst:
-                between[message.src, message.dst] += message.nbytes
-    leftovers = next(a.leftovers for a in assignments if a.program.rank == a.leftovers.root)
+    for transfer in plan.transfers():
+        if transfer.src != transfer.dst:
+            nbytes = transfer.region.numel * plan.specs[transfer.tensor].item_size
+            between[index[transfer.src], index[transfer.dst]] += nbytes
+    leftovers = LeftoverProgram.from_plain(ranks[0].handout["leftovers"])
     for batch in leftovers.batches:
         for trainer in leftovers.trainers:
             for other in leftovers.trainers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,8 +14,9 @@ from nemo_rl_reshard.layout import Region
 from nemo_rl_reshard.params.catalog import Catalog
 from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.plan.plan import Plan
-from nemo_rl_reshard.runtime.assignment import DEFAULT_IN_FLIGHT, Assignment, assign
+from nemo_rl_reshard.runtime.assignment import Assignment
 from nemo_rl_reshard.runtime.explicit import ExplicitSource, ExplicitTarget, Shards
+from nemo_rl_reshard.runtime.handout import DEFAULT_IN_FLIGHT, hand_out
 from nemo_rl_reshard.runtime.leftover_plan import Gather
 from nemo_rl_reshard.runtime.session import RankSession
 from nemo_rl_reshard.runtime.world import Join
@@ -30,7 +32,8 @@ _NAMED = 1000
 class ExplicitRank:
     """What one process needs to be rank `rank`, which the spec calls `label`. Holds no tensor, so it can travel.
 
-    `holds` and `needs` give its regions as a trainer and as an inference rank; None where it is not one.
+    `holds` and `needs` give its regions as a trainer and as an inference rank; None where it is not one. `handout` is
+    what its session adopts.
     """
 
     rank: int
@@ -40,7 +43,12 @@ class ExplicitRank:
     target_specs: tuple[TensorSpec, ...]
     holds: Regions | None
     needs: Regions | None
-    assignment: Assignment
+    handout: Mapping[str, Any]
+
+    @property
+    def assignment(self) -> Assignment:
+        """What the rank's session makes of the handout; lowered anew each time."""
+        return Assignment.from_plain(self.handout, self.rank)
 
 
 class LiveRank:
@@ -105,27 +113,28 @@ def explicit_ranks(
     *,
     in_flight: int = DEFAULT_IN_FLIGHT,
     gather: Gather = Gather.EVERYWHERE,
+    in_rounds: bool = False,
 ) -> tuple[ExplicitRank, ...]:
     """Every rank of `plan`, numbered 0, 1, ... in the order trainers, then the others; see `ExplicitRank.label`.
 
-    Tensors that the plan skips are nobody's need: their values are not the trainers' afterwards.
+    Worlds whose transport goes `in_rounds` have to say so. Tensors that the plan skips are nobody's need: their values
+    are not the trainers' afterwards.
     """
     moved = tuple(spec for name, spec in target.specs.items() if name in plan.specs)
-    assignments = assign(plan, source, in_flight=in_flight, gather=gather)
     labels = [*source.ranks, *(rank for rank in target.ranks if rank not in source.ranks)]
-    index = {label: rank for rank, label in enumerate(labels)}
+    handout = hand_out(plan, source, in_flight=in_flight, gather=gather, in_rounds=in_rounds, labels=labels)
     return tuple(
         ExplicitRank(
-            rank=index[label],
+            rank=rank,
             label=label,
             num_trainers=len(source.ranks),
             source_specs=tuple(source.specs.values()),
             target_specs=moved,
             holds=_regions(source, source.specs, label) if label in source.ranks else None,
             needs=_regions(target, plan.specs, label) if label in target.ranks else None,
-            assignment=assignments[label].renumbered(index),
+            handout=handout.of_rank(rank),
         )
-        for label in labels
+        for rank, label in enumerate(labels)
     )
 
 

@@ -96,7 +96,7 @@ def verify_rank(rank: ExplicitRank, world: dict[str, Any]) -> list[RankFound]:
     """One rank's process: what it found after each refit."""
     live = LiveRank(rank, join_processes)
     live.session.connect(world)
-    live.session.adopt(rank.assignment.to_plain())
+    live.session.adopt(rank.handout)
     try:
         return [_refit(live, turn) for turn in TURNS]
     finally:
@@ -109,7 +109,7 @@ def _in_one_process(ranks: tuple[ExplicitRank, ...], timeout_s: float) -> list[R
     worlds = meeting.worlds(ranks[0].num_trainers, len(ranks))
     for rank, each in live.items():
         each.session.connect(worlds[rank])
-        each.session.adopt(each.made_of.assignment.to_plain())
+        each.session.adopt(each.made_of.handout)
     found: list[RankFound] = []
     for turn in TURNS:
         results = together({rank: partial(_refit, each, turn) for rank, each in live.items()}, timeout_s)

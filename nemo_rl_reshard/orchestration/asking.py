@@ -13,6 +13,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from nemo_rl_reshard.errors import RefitAbortedError
 from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.orchestration.outcome import DIED, SILENT, Fault, Outcome
+from nemo_rl_reshard.orchestration.shared import Shared
 from nemo_rl_reshard.params.manifest import Side
 
 WRITING = ("refit", "publish")
@@ -51,10 +52,12 @@ def ask(
     deadline_s: float,
     grace_s: float,
     call_off: Callable[[str], None] | None = None,
+    shared: Shared | None = None,
 ) -> Answers:
     """Have every member perform `operation`; `members` maps the first rank each of them carries to the member.
 
-    `arguments(rank)` is the plain argument of one rank; `epoch` says which world it is about. Returns when all have
+    `arguments(rank)` is the plain argument of one rank, `shared` what all are told besides; `epoch` says which world
+    it is about. Returns when all have
     answered, at the latest `deadline_s + grace_s` after the call. The first fault calls the others off through
     `call_off`, which must reach ranks that are blocked; from then on they have `grace_s` to answer. Whom nothing could
     call off is not called silent for having been slower than that. Raises nothing: every failure, an actor's death and
@@ -64,7 +67,8 @@ def ask(
     answers = Answers()
     waiting: dict[ray.ObjectRef[Any], tuple[int, Member]] = {}
     for first, member in members.items():
-        reference = start(first, member, operation, arguments, epoch=epoch, answer_within_s=deadline_s + grace_s / 2)
+        within_s = deadline_s + grace_s / 2
+        reference = start(first, member, operation, arguments, epoch=epoch, answer_within_s=within_s, shared=shared)
         waiting[reference] = (first, member)
     called_off = False
     while waiting and (left_s := end_s - time.monotonic()) > 0:
@@ -97,11 +101,12 @@ def start(
     *,
     epoch: int,
     answer_within_s: float,
+    shared: Shared | None = None,
 ) -> ray.ObjectRef[Any]:
     """Have the member whose first rank is `first` perform `operation`, and do not wait; see `ask`."""
     common = {"epoch": epoch, "answer_within_s": answer_within_s}
     ranks = range(first, first + member.num_ranks)
-    return member.submit(operation, [{**arguments(rank), **common, "rank": rank} for rank in ranks])
+    return member.submit(operation, [{**arguments(rank), **common, "rank": rank} for rank in ranks], shared)
 
 
 def _read(reference: ray.ObjectRef[Any], first: int, member: Member, operation: str, timeout_s: float) -> list[Outcome]:

@@ -17,6 +17,7 @@ from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.orchestration.outcome import Outcome
 from nemo_rl_reshard.orchestration.plan_book import PlanBook, Planned, source_catalog
 from nemo_rl_reshard.orchestration.rank_environment import compare_environments
+from nemo_rl_reshard.orchestration.shared import Shared
 from nemo_rl_reshard.orchestration.transport_choice import choose_transport
 from nemo_rl_reshard.orchestration.world import Seating, WorldHost, check_reachable
 from nemo_rl_reshard.params.manifest import Side
@@ -30,9 +31,9 @@ _LOG = logging.getLogger(__name__)
 class RefitController:
     """Drives the refits of some trainers and engines from the driver. Not to be called by two threads at once.
 
-    The first refit builds the refit world: ranks declare, a plan is made, they connect and adopt their programs.
-    Later refits only run. A failed refit tears the world down and takes the engines out of service; the next one
-    builds a new generation, for which members that were lost must have been replaced.
+    The first refit builds the refit world: ranks declare, a plan is made, they connect, and each lowers its own program
+    from the plan. Later refits only run. A failed refit tears the world down and takes the engines out of service; the
+    next one builds a new generation, for which members that were lost must have been replaced.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class RefitController:
         start_s = time.perf_counter()
         self._ensure_world()
         planned = self._book.plan_for(backend)
-        self._hand_out(planned)
+        self._hand_out(backend, planned.plan.digest)
         order = RefitOrder(version, verify or self._config.verify, self._config.deadline_s, seed=version)
         moved = self._ask("refit", lambda _: {"order": order.to_plain()}, self._config.deadline_s)
         # Last of all, and only here: every rank of the world has finished.
@@ -164,34 +165,37 @@ class RefitController:
 
     def _declare(self, side: Side, specs: list[list[Any]] | None) -> Answers:
         self._joined |= self._seating.side(side)
-        common = {"specs": specs, "num_trainers": self._seating.num_trainers}
-        return self._ask("declare", lambda _: common, self._config.setup_s, side)
+        shared = Shared({"specs": specs, "num_trainers": self._seating.num_trainers})
+        return self._ask("declare", None, self._config.setup_s, side, shared)
 
-    def _hand_out(self, planned: Planned) -> None:
-        """Give every rank its program of the plan, unless that is what it has."""
-        if self._adopted == planned.plan.digest:
+    def _hand_out(self, backend: Backend, digest: str) -> None:
+        """Give all ranks the plan for `backend`, of `digest`, unless that is what they have."""
+        if self._adopted == digest:
             return
         self._adopted = None
-        programs = planned.assignments
-        self._ask("adopt", lambda rank: {"program": programs[rank].to_plain()}, self._config.setup_s)
-        self._adopted = planned.plan.digest
+        assert self._world is not None
+        handout = self._book.handout_for(backend, in_rounds=self._world.in_rounds)
+        self._ask("adopt", handout.own, self._config.setup_s, shared=Shared(handout.shared))
+        self._adopted = digest
 
     def _ask(
         self,
         operation: str,
-        arguments: Callable[[int], Mapping[str, Any]],
+        arguments: Callable[[int], Mapping[str, Any]] | None,
         deadline_s: float,
         side: Side | None = None,
+        shared: Shared | None = None,
     ) -> Answers:
-        """Ask everyone, or one side. A failure tears the world down and is raised as one RefitError."""
+        """Ask everyone, or one side; see `ask`. A failure tears the world down and is raised as one RefitError."""
         answers = ask(
             self._seating.members if side is None else self._seating.side(side),
             operation,
-            arguments,
+            arguments or (lambda _: {}),
             epoch=self._epoch,
             deadline_s=deadline_s,
             grace_s=self._config.grace_s,
             call_off=None if self._world is None else self._world.call_off,
+            shared=shared,
         )
         self._lost |= answers.dead | answers.silent
         if answers.failed:

@@ -85,7 +85,9 @@ class InferenceEngine(ServedRanks):
         reset_caches(self._llm)
         return True
 
-    def on_ranks(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[PlainOutcome]:
+    def on_ranks(
+        self, operation: str, arguments: Sequence[dict[str, Any]], shared: Mapping[str, Any] | None
+    ) -> list[PlainOutcome]:
         """Ask every worker. A worker's death breaks the engine, and becomes the fault of that worker's rank.
 
         Raises HandshakeError, before any worker is asked, if there is not one argument for each of them.
@@ -99,7 +101,7 @@ class InferenceEngine(ServedRanks):
             return self._llm.collective_rpc(
                 "reshard_perform",
                 timeout=float(arguments[0]["answer_within_s"]),
-                args=(operation, list(arguments)),
+                args=(operation, list(arguments), shared),
             )
         except Exception as error:
             # Workers answer with outcomes and never raise, so this is the executor itself. After a time-out late

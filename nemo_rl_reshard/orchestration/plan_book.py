@@ -15,7 +15,7 @@ from nemo_rl_reshard.params.routing import Route, RouteKind, decide_routes
 from nemo_rl_reshard.plan.check import check_plan
 from nemo_rl_reshard.plan.plan import Plan, PlanOptions
 from nemo_rl_reshard.plan.planner import make_plan
-from nemo_rl_reshard.runtime.assignment import Assignment, assign
+from nemo_rl_reshard.runtime.handout import Handout, hand_out
 from nemo_rl_reshard.simulate.statistics import statistics
 from nemo_rl_reshard.sources.replicas import RegionDigest, check_replicas
 
@@ -35,10 +35,9 @@ def source_catalog(declared: Mapping[int, Mapping[str, Any]]) -> Catalog:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, what every rank has to know to run it, and its summary: what `nemo-rl-reshard plan --json` writes."""
+    """A plan and its summary: what `nemo-rl-reshard plan --json` writes."""
 
     plan: Plan
-    assignments: Mapping[int, Assignment]
     summary: Mapping[str, Any]
 
     @property
@@ -56,6 +55,7 @@ class PlanBook:
         self._target: Catalog | None = None
         self._hosts: dict[int, str] = {}
         self._plans: dict[Backend, Planned] = {}
+        self._handouts: dict[tuple[Backend, bool], Handout] = {}
         self.num_plans = 0
 
     def declare(self, source: Catalog, manifests: Sequence[PlainManifest], hosts: Mapping[int, str]) -> None:
@@ -68,6 +68,7 @@ class PlanBook:
         if (source, target, hosts) == (self._source, self._target, self._hosts):
             return
         self._plans.clear()
+        self._handouts.clear()
         self._source = self._target = None
         check_match(source, target, allowed_skips(source, target, self._config.architecture))
         self._source, self._target, self._hosts = source, target, dict(hosts)
@@ -87,9 +88,19 @@ class PlanBook:
             plan = make_plan(self._source, self._target, routes, topology, options, broadcast=broadcast)
             check_plan(plan, self._source, self._target, routes, topology)
             summary = statistics(plan, self._source, self._target, topology)
-            self._plans[backend] = Planned(plan, assign(plan, self._source, in_flight=config.in_flight), summary)
+            self._plans[backend] = Planned(plan, summary)
             self.num_plans += 1
         return self._plans[backend]
+
+    def handout_for(self, backend: Backend, *, in_rounds: bool) -> Handout:
+        """What ranks are given of the plan for `backend`, with rounds if the transport goes `in_rounds`. As above."""
+        plan = self.plan_for(backend).plan
+        assert self._source is not None
+        made = self._handouts.get((backend, in_rounds))
+        if made is None:
+            made = hand_out(plan, self._source, in_flight=self._config.in_flight, in_rounds=in_rounds)
+            self._handouts[backend, in_rounds] = made
+        return made
 
 
 def _conventional(route: Route) -> Route:

@@ -103,7 +103,7 @@ def _dispatch(
         world = dict(argument["world"])
         return session.connect({**world, "rank": rank, "host": address_towards(world["address"])})
     if operation == "adopt":
-        return session.adopt(argument["program"])
+        return session.adopt(argument)
     if operation == "refit":
         return _refit(held, session, argument["order"])
     raise StateError(f"unknown operation {operation!r}; known are {', '.join(OPERATIONS)}")

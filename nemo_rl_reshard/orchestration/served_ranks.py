@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_rl_reshard.errors import ReshardError, TargetError
@@ -28,8 +28,13 @@ class ServedRanks(ABC):
         self._fence = EpochFence()
 
     @abstractmethod
-    def on_ranks(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[PlainOutcome]:
-        """Have every rank of the engine `perform` the operation; one argument and one plain outcome per rank."""
+    def on_ranks(
+        self, operation: str, arguments: Sequence[dict[str, Any]], shared: Mapping[str, Any] | None
+    ) -> list[PlainOutcome]:
+        """Have every rank of the engine `perform` the operation: one argument and one plain outcome per rank.
+
+        `shared` is part of every rank's argument and apart so that it is passed on once.
+        """
 
     @abstractmethod
     def num_unfinished(self) -> int:
@@ -47,7 +52,9 @@ class ServedRanks(ABC):
         """Open the gate for what the last refit brought; an engine that tags its outputs is told the version too."""
         self.gate.publish(version)
 
-    def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[PlainOutcome]:
+    def reshard(
+        self, operation: str, arguments: Sequence[dict[str, Any]], shared: Mapping[str, Any] | None = None
+    ) -> list[PlainOutcome]:
         """Perform one operation of the controller."""
         try:
             self._admit(operation, arguments[0])
@@ -57,7 +64,7 @@ class ServedRanks(ABC):
         if operation == "publish":
             self.publish(int(arguments[0]["version"]))
             return [Outcome(int(argument["rank"])).to_plain() for argument in arguments]
-        outcomes = self.on_ranks(operation, arguments)
+        outcomes = self.on_ranks(operation, arguments, shared)
         if operation == "refit" and not any("fault" in outcome for outcome in outcomes):
             self._settle(int(arguments[0]["order"]["version"]))
         return outcomes

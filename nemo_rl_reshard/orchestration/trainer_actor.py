@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_rl_reshard.orchestration.rank_operations import perform
@@ -21,7 +21,9 @@ class ReshardTrainer(ABC):
     def reshard_source(self, rank: int) -> Source:
         """The live weights as refit rank `rank` holds them; asked for whenever a refit world is built."""
 
-    def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def reshard(
+        self, operation: str, arguments: Sequence[dict[str, Any]], shared: Mapping[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
         """Perform one operation of the controller; plain argument in, plain outcome out."""
         (argument,) = arguments
-        return [perform(self, Side.TRAINER, self.reshard_source, operation, argument)]
+        return [perform(self, Side.TRAINER, self.reshard_source, operation, {**(shared or {}), **argument})]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_rl_reshard.orchestration.rank_operations import perform
@@ -22,15 +22,23 @@ class ReshardWorkerExtension:
 
     rank: int  # the worker's rank in its executor, set by vLLM
 
-    def reshard_perform(self, operation: str, arguments: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Perform one operation of the controller; `arguments` has one entry per worker of the engine."""
-        return perform_on_worker(self, operation, arguments)
+    def reshard_perform(
+        self, operation: str, arguments: Sequence[dict[str, Any]], shared: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Perform one operation of the controller; `arguments` has one entry per worker of the engine.
+
+        `shared` is part of each of them and the same in all.
+        """
+        return perform_on_worker(self, operation, arguments, shared)
 
     def reshard_process(self) -> dict[str, int]:
         """Which process this worker is, so that its death can be told from others'."""
         return {"rank": int(self.rank), "pid": os.getpid()}
 
 
-def perform_on_worker(worker: Any, operation: str, arguments: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def perform_on_worker(
+    worker: Any, operation: str, arguments: Sequence[dict[str, Any]], shared: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """`ReshardWorkerExtension.reshard_perform` as a function of the worker, for engines that take callables."""
-    return perform(worker, Side.INFERENCE, lambda _: target_of_worker(worker), operation, arguments[int(worker.rank)])
+    argument = {**(shared or {}), **arguments[int(worker.rank)]}
+    return perform(worker, Side.INFERENCE, lambda _: target_of_worker(worker), operation, argument)

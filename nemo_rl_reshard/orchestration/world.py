@@ -13,6 +13,7 @@ from nemo_rl_reshard.errors import ConfigError, DeclarationError, FaultList, Res
 from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.params.manifest import Side
 from nemo_rl_reshard.transport.abort_watcher import abort_key
+from nemo_rl_reshard.transport.backends import goes_in_rounds
 from nemo_rl_reshard.transport.rendezvous import RendezvousServer, RendezvousStore
 
 _TOKEN_BYTES = 32
@@ -96,6 +97,11 @@ class WorldHost:
             "num_trainers": self._seating.num_trainers,
             "transport": self._transport,
         }
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether the ranks' transport goes in rounds, so that the driver has to cut them; see `Transport`."""
+        return goes_in_rounds(self._transport)
 
     def call_off(self, reason: str) -> None:
         """Wake every rank of this generation that waits: it raises RefitAbortedError with `reason`. First one wins.

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nemo_rl_reshard.errors import PlanError
 from nemo_rl_reshard.layout import Region
 from nemo_rl_reshard.layout.tiling import bounded
-from nemo_rl_reshard.plan.plan import Move, Plan
+from nemo_rl_reshard.plan.plan import Move, Plan, Template
 from nemo_rl_reshard.plan.transfer import Message, Part, RankProgram
 from nemo_rl_reshard.topology import Link
 
-_PER_PAIR = 1 << 20  # messages that one pair may exchange in one step; fixed, so that every rank numbers alike
+PER_PAIR = 1 << 20
+"""Messages that one pair may exchange in one step; fixed, so that every rank numbers alike."""
+
+Number = TypeVar("Number", int, NDArray[np.int64])
 
 
 def lower(plan: Plan, rank: int) -> RankProgram:
@@ -26,7 +33,7 @@ def lower(plan: Plan, rank: int) -> RankProgram:
     if rank not in plan.sources and rank not in plan.targets:
         raise PlanError(f"rank {rank} is in neither side of this plan")
     limit = plan.options.largest_message
-    world = max(*plan.sources, *plan.targets) + 1
+    world = numbered_ranks(plan)
     links: dict[tuple[int, int, int], Link] = {}
     parts: defaultdict[tuple[int, int, int], list[Part]] = defaultdict(list)
     for tensor, step, (lag, src, dst, link, cuts), dtype in _moves_of(plan, rank):
@@ -36,11 +43,11 @@ def lower(plan: Plan, rank: int) -> RankProgram:
     messages = []
     for (step, src, dst), found in parts.items():
         for turn, batch in enumerate(_batches(found, limit)):
-            if turn >= _PER_PAIR:
+            if turn >= PER_PAIR:
                 raise PlanError(
-                    f"more than {_PER_PAIR} messages from {src} to {dst} in step {step}: raise message_bytes"
+                    f"more than {PER_PAIR} messages from {src} to {dst} in step {step}: raise message_bytes"
                 )
-            order = ((step * _PER_PAIR + turn) * world + (dst - src) % world) * world + src
+            order = order_of(step, turn, src, dst, world)
             messages.append(Message(order, step, src, dst, links[step, src, dst], tuple(batch)))
     messages.sort(key=lambda message: message.order)
     placed = {row.tensor for row in plan.placed}
@@ -53,8 +60,24 @@ def lower(plan: Plan, rank: int) -> RankProgram:
     )
 
 
-_Cuts = list[tuple[Region, int]]  # regions and their bytes, each small enough for a message
-_Mine = tuple[int, int, int, Link, _Cuts]  # lag, ranks of both ends, link, region cut to messages
+def order_of(step: Number, turn: Number, src: Number, dst: Number, world: int) -> Number:
+    """The place in the order that all ranks share of the `turn`-th message of a pair in `step`. Integers or arrays."""
+    return ((step * PER_PAIR + turn) * world + (dst - src) % world) * world + src
+
+
+def numbered_ranks(plan: Plan) -> int:
+    """The `world` of `order_of`: ranks below it are numbered, whether they take part or not."""
+    return max(*plan.sources, *plan.targets) + 1
+
+
+def cut_to_messages(template: Template, piece: int, limit: int) -> Cuts:
+    """The regions of one piece and their bytes, each small enough for a message of `limit` bytes."""
+    cuts = bounded(template.pieces[piece], limit // template.item_size)
+    return [(part, part.numel * template.item_size) for part in cuts]
+
+
+Cuts = list[tuple[Region, int]]  # regions and their bytes, each small enough for a message
+_Mine = tuple[int, int, int, Link, Cuts]  # lag, ranks of both ends, link, region cut to messages
 
 
 def _moves_of(plan: Plan, rank: int) -> Iterator[tuple[str, int, _Mine, str]]:
@@ -62,7 +85,7 @@ def _moves_of(plan: Plan, rank: int) -> Iterator[tuple[str, int, _Mine, str]]:
     limit = plan.options.largest_message
     roles = [crew.index(rank) if rank in crew else None for crew in plan.crews]
     by_role: dict[tuple[int, int], dict[int, list[Move]]] = {}
-    cut_pieces: dict[tuple[int, int], _Cuts] = {}
+    cut_pieces: dict[tuple[int, int], Cuts] = {}
     mine: dict[tuple[int, int, int], list[_Mine]] = {}
     for tensor, index, variant, place, step in plan.placed:
         role = roles[place]
@@ -76,8 +99,7 @@ def _moves_of(plan: Plan, rank: int) -> Iterator[tuple[str, int, _Mine, str]]:
             moves = mine[index, variant, place] = []
             for piece, src, dst, link, lag in by_role[index, variant].get(role, ()):
                 if (index, piece) not in cut_pieces:
-                    cuts = bounded(template.pieces[piece], limit // template.item_size)
-                    cut_pieces[index, piece] = [(part, part.numel * template.item_size) for part in cuts]
+                    cut_pieces[index, piece] = cut_to_messages(template, piece, limit)
                 moves.append((lag, crew[src], crew[dst], link, cut_pieces[index, piece]))
         dtype = plan.specs[tensor].dtype
         for move in moves:

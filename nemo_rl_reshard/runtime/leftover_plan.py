@@ -38,6 +38,10 @@ class Piece(NamedTuple):
     share_offset: int
 
 
+Share = list[list[Any]]
+"""Pieces as JSON types, a list for each batch."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Whole tensors that are gathered, broadcast and loaded together.
@@ -57,7 +61,7 @@ class Batch:
 class LeftoverProgram:
     """The batches in order, and the ranks that gather and receive them. Rank `root`, a trainer, sends them on.
 
-    `digest` is that of the whole, while `of_rank` keeps only the pieces that a rank must know.
+    `digest` is that of the whole, of which a rank knows only its share of the pieces.
     """
 
     trainers: tuple[int, ...]
@@ -67,15 +71,15 @@ class LeftoverProgram:
     batches: tuple[Batch, ...]
     digest: str = ""
 
-    def of_rank(self, rank: int) -> LeftoverProgram:
-        """What `rank` needs: all pieces for the root, a trainer's own, none for a receiver."""
-        if rank == self.root:
-            return self
-        batches = tuple(
-            replace(batch, pieces=tuple(piece for piece in batch.pieces if piece.rank == rank))
-            for batch in self.batches
-        )
-        return replace(self, batches=batches)
+    def shares(self) -> dict[int, Share]:
+        """The pieces that each trainer must know: its own, and for the root all. Receivers need none."""
+        found: dict[int, Share] = {rank: [[] for _ in self.batches] for rank in self.trainers}
+        for number, batch in enumerate(self.batches):
+            for piece in batch.pieces:
+                plain = [piece.place, list(piece.region.offset), list(piece.region.extent), *piece[2:]]
+                for rank in {piece.rank, self.root}:
+                    found[rank][number].append(plain)
+        return found
 
     def renumbered(self, index: Mapping[int, int]) -> LeftoverProgram:
         """The same for a world in which rank r is rank `index[r]`."""
@@ -91,8 +95,25 @@ class LeftoverProgram:
             batches=batches,
         )
 
+    def with_share(self, share: Share) -> LeftoverProgram:
+        """The same with the pieces of `share`. Raises PlanError if it is malformed, or of other batches."""
+        try:
+            batches = tuple(
+                replace(
+                    batch,
+                    pieces=tuple(
+                        Piece(place, Region(tuple(offset), tuple(extent)), rank, share_offset)
+                        for place, offset, extent, rank, share_offset in pieces
+                    ),
+                )
+                for batch, pieces in zip(self.batches, share, strict=True)
+            )
+        except (TypeError, ValueError) as fault:
+            raise PlanError(f"malformed share of the leftovers: {fault}") from fault
+        return replace(self, batches=batches)
+
     def to_plain(self) -> dict[str, Any]:
-        """JSON types only. Inverse of `from_plain`."""
+        """What all ranks are told alike, as JSON types: no pieces; see `shares`."""
         return {
             "trainers": list(self.trainers),
             "receivers": list(self.receivers),
@@ -105,18 +126,14 @@ class LeftoverProgram:
                     "offsets": list(batch.offsets),
                     "nbytes": batch.nbytes,
                     "share_nbytes": batch.share_nbytes,
-                    "pieces": [
-                        [index, list(region.offset), list(region.extent), rank, share_offset]
-                        for index, region, rank, share_offset in batch.pieces
-                    ],
                 }
                 for batch in self.batches
             ],
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> LeftoverProgram:
-        """Read what `to_plain` wrote. Raises PlanError if a field is missing or malformed."""
+        """Read what `to_plain` wrote; has no pieces yet. Raises PlanError if a field is missing or malformed."""
         try:
             return cls(
                 trainers=tuple(plain["trainers"]),
@@ -130,10 +147,7 @@ class LeftoverProgram:
                         offsets=tuple(batch["offsets"]),
                         nbytes=int(batch["nbytes"]),
                         share_nbytes=int(batch["share_nbytes"]),
-                        pieces=tuple(
-                            Piece(index, Region(tuple(offset), tuple(extent)), rank, share_offset)
-                            for index, offset, extent, rank, share_offset in batch["pieces"]
-                        ),
+                        pieces=(),
                     )
                     for batch in plain["batches"]
                 ),
@@ -175,7 +189,7 @@ def plan_leftovers(
     load = dict.fromkeys(trainers, 0)
     batches = tuple(_batch(members, held, load) for members in _grouped(specs, group, max(1, bucket_bytes // 4)))
     program = LeftoverProgram(tuple(trainers), tuple(receivers), min(trainers), gather, batches)
-    canonical = json.dumps(program.to_plain(), sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps([program.to_plain(), program.shares()[program.root]], sort_keys=True, separators=(",", ":"))
     return replace(program, digest=hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest())
 
 

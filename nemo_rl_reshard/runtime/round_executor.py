@@ -40,10 +40,15 @@ class RoundExecutor:
     """
 
     def __init__(self, mover: MessageMover, transport: Transport, assignment: Assignment) -> None:
-        """Raises PlanError if one message is more than a round may carry."""
+        """Raises PlanError if one message is more than a round may carry, or the driver cut no rounds."""
         largest = assignment.program.message_bytes
         if largest > LARGEST_ROUND_BYTES:
             raise PlanError(f"message_bytes {largest} is more than {LARGEST_ROUND_BYTES}, the most of a round")
+        if assignment.round_starts is None:
+            raise PlanError(
+                f"rank {transport.rank}: this transport goes in rounds and the plan was handed out without; call "
+                "hand_out with in_rounds=True"
+            )
         self._mover = mover
         self._transport = transport
         self._limits = assignment.round_limits

@@ -123,7 +123,7 @@ class RankSession:
         """This rank's manifest.
 
         `specs` are the trainers' tensors as `[name, shape, dtype]`, for an inference rank; None for a trainer. Any
-        program taken before is dropped. Raises DeclarationError, TargetError, StateError.
+        program adopted before is dropped. Raises DeclarationError, TargetError, StateError.
         """
         self._require(
             "declare", SessionState.NEW, SessionState.DECLARED, SessionState.PLANNED, SessionState.READY,
@@ -153,8 +153,9 @@ class RankSession:
     def connect(self, world: Mapping[str, Any]) -> None:
         """Join a refit world; see `World` for the fields. Leaves the previous one for good.
 
-        The way out of FAILED: what the session has declared and adopted stays valid if its rank and the world's size
-        do. Raises HandshakeError, TransportError, StateError.
+        The way out of FAILED: what the session has declared stays valid if its rank does; what it has adopted, if the
+        world's size does too and the transport needs no rounds that it lacks. Raises HandshakeError, TransportError,
+        StateError.
         """
         self._require(
             "connect", SessionState.DECLARED, SessionState.PLANNED, SessionState.READY, SessionState.FAILED
@@ -177,17 +178,18 @@ class RankSession:
         self._joined = _Joined(joining, seat, Agreement(seat.transport, seat.store, joining.generation))
         self._first_cause = None
         self._state = SessionState.DECLARED
-        if self._assignment is not None and self._assignment.num_ranks == joining.size:
+        if self._assignment is not None and self._assignment.fits(joining.size, in_rounds=seat.transport.in_rounds):
             self._get_ready(self._joined, self._assignment)
         self._declare_s += time.perf_counter() - start_s
 
-    def adopt(self, program: Mapping[str, Any]) -> str:
-        """Take this rank's assignment, as `assignment.assign` makes it; returns the plan's digest.
+    def adopt(self, handout: Mapping[str, Any]) -> str:
+        """Lower this rank's program from the plan in `handout`, which is not kept; returns the plan's digest.
 
-        Raises PlanError for a malformed one or one of another rank, HandshakeError for one of another world.
+        `handout` is `Handout.of_rank`. Raises PlanError for a malformed one, a plan that was changed on the way or
+        another rank's part, HandshakeError for one of another world.
         """
         self._require("adopt", SessionState.DECLARED, SessionState.PLANNED, SessionState.READY)
-        assignment = Assignment.from_plain(program, self.rank)
+        assignment = Assignment.from_plain(handout, self.rank)
         if self._joined is None:
             self._assignment = assignment
             self._state = SessionState.PLANNED

@@ -103,6 +103,12 @@ class GlooBackend:
         """Dropping the group closes its connections."""
 
 
+def goes_in_rounds(name: str) -> bool:
+    """Whether ranks over the backend called `name` start their messages in rounds; see `Transport`."""
+    kinds: dict[str, type[Backend]] = {"gloo": GlooBackend, "nccl": NcclBackend}
+    return name in kinds and kinds[name].in_rounds
+
+
 def make_backend(name: str, host: str, device: torch.device) -> Backend:
     """The backend called `name`: "gloo" or "nccl". Raises TransportError if there is none, or it cannot work here."""
     if name == "gloo":

@@ -102,7 +102,7 @@ def _run(each: CaseRank, world: Mapping[str, Any], seats: Seats) -> Outcome:
     live.session.connect(
         {**world, "size": each.size, "generation": each.generation, "num_trainers": each.rank.num_trainers}
     )
-    live.session.adopt(each.rank.assignment.to_plain())
+    live.session.adopt(each.rank.handout)
     found: Outcome = []
     for turn in TURNS:
         live.fill(turn)

@@ -25,7 +25,7 @@ class NcclLikeWorld:
         worlds = LoopbackMeeting().worlds(ranks[0].num_trainers, len(ranks))
         for rank, each in self.live.items():
             each.session.connect(worlds[rank])
-            each.session.adopt(each.made_of.assignment.to_plain())
+            each.session.adopt(each.made_of.handout)
 
     def outcomes(self, version: int, verify: str = "full") -> dict[int, Any]:
         """One refit: each rank's report, or what it raised."""

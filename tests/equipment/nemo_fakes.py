@@ -128,9 +128,11 @@ class EngineWorker:
             spec.name: [(part_of(spec, rank), torch.full(part_of(spec, rank).extent, torch.nan))] for spec in SPECS
         }
 
-    def reshard_perform(self, operation: str, arguments: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def reshard_perform(
+        self, operation: str, arguments: Sequence[dict[str, Any]], shared: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         self.operation = operation
-        return perform(self, Side.INFERENCE, self._end, operation, arguments[self.rank])
+        return perform(self, Side.INFERENCE, self._end, operation, {**(shared or {}), **arguments[self.rank]})
 
     def reshard_describe(self) -> dict[str, Any]:
         return describe(self)

@@ -21,8 +21,8 @@ from nemo_rl_reshard.params.routing import RouteKind, RoutePolicy, decide_routes
 from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.plan.plan import PlanOptions
 from nemo_rl_reshard.plan.planner import make_plan
-from nemo_rl_reshard.runtime.assignment import assign
 from nemo_rl_reshard.runtime.explicit import ExplicitTarget
+from nemo_rl_reshard.runtime.handout import hand_out
 from nemo_rl_reshard.runtime.session import RankSession
 from nemo_rl_reshard.sources.dtensor import DTensorSource
 from nemo_rl_reshard.sources.replicas import RegionDigest, check_replicas
@@ -114,7 +114,7 @@ def prepared(
             "num_trainers": num_trainers,
         }
     )
-    session.adopt(assign(plan, held)[rank].to_plain())
+    session.adopt(hand_out(plan, held).of_rank(rank))
     return PolicyRefit(session, target, {name: route.kind for name, route in routes.items()}, server)
 
 

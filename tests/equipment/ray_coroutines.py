@@ -14,6 +14,7 @@ from nemo_rl_reshard.config import RefitConfig
 from nemo_rl_reshard.orchestration.controller import RefitController
 from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.orchestration.outcome import Outcome
+from nemo_rl_reshard.orchestration.shared import Shared
 from nemo_rl_reshard.params.manifest import Side
 
 
@@ -23,8 +24,14 @@ class CoroutineTrainer(LightTrainer):
     async def is_alive(self) -> bool:
         return True
 
-    def reshard(self, operation: str, arguments: Sequence[dict[str, Any]], _held: None = None) -> list[dict[str, Any]]:
-        return super().reshard(operation, arguments)
+    def reshard(
+        self,
+        operation: str,
+        arguments: Sequence[dict[str, Any]],
+        shared: dict[str, Any] | None = None,
+        _held: None = None,
+    ) -> list[dict[str, Any]]:
+        return super().reshard(operation, arguments, shared)
 
 
 class Latch:
@@ -47,10 +54,13 @@ class HeldMember(Member):
     held: dict[str, ray.ObjectRef[Any]] = field(default_factory=dict)
     stale: list[ray.ObjectRef[Any]] = field(default_factory=list)
 
-    def submit(self, operation: str, arguments: Sequence[dict[str, Any]]) -> ray.ObjectRef[Any]:
+    def submit(
+        self, operation: str, arguments: Sequence[dict[str, Any]], shared: Shared | None = None
+    ) -> ray.ObjectRef[Any]:
         if operation not in self.held:
-            return super().submit(operation, arguments)
-        self.stale.append(self.handle.reshard.remote(operation, list(arguments), self.held[operation]))
+            return super().submit(operation, arguments, shared)
+        told = None if shared is None else shared.reference
+        self.stale.append(self.handle.reshard.remote(operation, list(arguments), told, self.held[operation]))
         return self.stale[-1]
 
 

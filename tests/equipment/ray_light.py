@@ -90,9 +90,11 @@ class LightTrainer(ReshardTrainer):
         """Lose the plan that this rank was given, so that it cannot start the next refit."""
         HeldRank.of(self).session.declare()
 
-    def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def reshard(
+        self, operation: str, arguments: Sequence[dict[str, Any]], shared: dict[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
         self._operation = operation
-        return super().reshard(operation, arguments)
+        return super().reshard(operation, arguments, shared)
 
 
 class LightEngine(ServedRanks):
@@ -130,14 +132,16 @@ class LightEngine(ServedRanks):
         """End this process when asked for `operation`."""
         self._dies_in = operation
 
-    def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def reshard(
+        self, operation: str, arguments: Sequence[dict[str, Any]], shared: dict[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
         self._operation = operation
         if operation == self._dies_in:
             os.kill(os.getpid(), signal.SIGKILL)
         if operation == "publish":
             seconds, self._publishes_after_s = self._publishes_after_s, 0.0
             threading.Event().wait(seconds)
-        return super().reshard(operation, arguments)
+        return super().reshard(operation, arguments, shared)
 
     def want(self, tensor: str) -> None:
         """Need one tensor more, of shape [2]."""
@@ -161,9 +165,11 @@ class LightEngine(ServedRanks):
         """The same, whether it may serve or not."""
         return {name: held[0][1] for name, held in self._shards.items()}
 
-    def on_ranks(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def on_ranks(
+        self, operation: str, arguments: Sequence[dict[str, Any]], shared: dict[str, Any] | None
+    ) -> list[dict[str, Any]]:
         (argument,) = arguments
-        return [perform(self, Side.INFERENCE, self._end, operation, argument)]
+        return [perform(self, Side.INFERENCE, self._end, operation, {**(shared or {}), **argument})]
 
     def num_unfinished(self) -> int:
         return self._unfinished.pop(0) if len(self._unfinished) > 1 else self._unfinished[0]

@@ -48,9 +48,11 @@ class TinyTrainer(ReshardTrainer):
         fault, self._fault = self._fault, None
         return with_fault(DTensorSource.from_model(self._model, rank), fault, lambda: self._operation == "refit")
 
-    def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def reshard(
+        self, operation: str, arguments: Sequence[dict[str, Any]], shared: dict[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
         self._operation = operation
-        return super().reshard(operation, arguments)
+        return super().reshard(operation, arguments, shared)
 
     def train(self, step: int) -> float:
         """One step on tokens that depend on `step` alone; the loss before it."""

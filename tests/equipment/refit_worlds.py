@@ -18,7 +18,7 @@ from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.plan.check import check_plan
 from nemo_rl_reshard.plan.plan import PlanOptions
 from nemo_rl_reshard.plan.planner import make_plan
-from nemo_rl_reshard.runtime.assignment import DEFAULT_IN_FLIGHT
+from nemo_rl_reshard.runtime.handout import DEFAULT_IN_FLIGHT
 from nemo_rl_reshard.runtime.leftover_plan import Gather
 from nemo_rl_reshard.runtime.one_process import LoopbackMeeting, together
 from nemo_rl_reshard.runtime.session import RankSession, SessionState
@@ -64,10 +64,12 @@ def planned_ranks(
     options: PlanOptions | None = None,
     in_flight: int = DEFAULT_IN_FLIGHT,
     gather: Gather | None = None,
+    in_rounds: bool = False,
 ) -> tuple[ExplicitRank, ...]:
     """Every rank of a planned refit: trainers 0 .. num_trainers - 1, then the target's ranks.
 
-    With `gather` leftovers are gathered and broadcast that way, else they travel beside the rest.
+    With `gather` leftovers are gathered and broadcast that way, else they travel beside the rest. NCCL's worlds want to
+    be planned `in_rounds`.
     """
     size = num_trainers + num_targets
     held = catalog(Side.TRAINER, source, range(num_trainers))
@@ -76,7 +78,8 @@ def planned_ranks(
     topology = Topology(domains=domains)
     plan = make_plan(held, needed, routes, topology, options or PlanOptions(), broadcast=gather is not None)
     check_plan(plan, held, needed, routes, topology)
-    return explicit_ranks(held, needed, plan, in_flight=in_flight, gather=gather or Gather.EVERYWHERE)
+    gather = gather or Gather.EVERYWHERE
+    return explicit_ranks(held, needed, plan, in_flight=in_flight, gather=gather, in_rounds=in_rounds)
 
 
 def mixed_ranks(
@@ -86,6 +89,7 @@ def mixed_ranks(
     mlp_shape: tuple[int, int] = (6, 4),
     norm_shape: tuple[int] = (5,),
     options: PlanOptions | None = None,
+    in_rounds: bool = False,
 ) -> tuple[ExplicitRank, ...]:
     """Trainers, then engines (replicas, tensor parallel) in one domain: MLP goes direct and is forwarded, NORM is left.
 
@@ -108,6 +112,7 @@ def mixed_ranks(
         domains=(tuple(inference),),
         options=options or PlanOptions(bucket_bytes=64, message_bytes=16),
         in_flight=2,
+        in_rounds=in_rounds,
     )
 
 
@@ -158,7 +163,7 @@ class ThreadWorld:
         worlds = self.plain_worlds()
         raise_first(together({rank: partial(s.connect, worlds[rank]) for rank, s in self.sessions.items()}, 30.0))
         for rank, each in self.live.items():
-            each.session.adopt(each.made_of.assignment.to_plain())
+            each.session.adopt(each.made_of.handout)
             assert each.session.state is SessionState.READY, rank
 
     def outcomes(self, version: int, **order: Any) -> dict[int, Any]:

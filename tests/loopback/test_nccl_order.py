@@ -18,7 +18,7 @@ from nemo_rl_reshard.transport.deadline import Deadline
 
 @pytest.mark.parametrize("kind", [{}, {"one_stream": True}, {"connected": True}], ids=str)
 def test_rounds_finish(kind):
-    world = NcclLikeWorld(mixed_ranks(), NcclHub(6, **kind))
+    world = NcclLikeWorld(mixed_ranks(in_rounds=True), NcclHub(6, **kind))
     for version in (1, 2):
         reports = world.refit(version)
     assert any(report["bytes_received"]["fast"] for report in reports.values()), "engines forward to each other"
@@ -34,7 +34,7 @@ def test_windows_of_single_messages_deadlock_b60(pairs_apart, connected, one_str
     """
     monkeypatch.setattr(NcclLikeTransport, "in_rounds", False)
     hub = NcclHub(6, pairs_apart=pairs_apart, connected=connected, one_stream=one_stream)
-    world = NcclLikeWorld(mixed_ranks(), hub)
+    world = NcclLikeWorld(mixed_ranks(in_rounds=True), hub)
     with pytest.raises(DeadlockError, match=r"(?s)all ranks are stuck.*rank 2 waits for.*message 4 -> 2"):
         world.refit(1)
 
@@ -53,6 +53,7 @@ def test_b68_a_round_has_a_bounded_number_of_messages(in_flight, most):
         domains=(tuple(engines),),
         options=PlanOptions(bucket_bytes=128, message_bytes=16),
         in_flight=in_flight,
+        in_rounds=True,
     )
     world = NcclLikeWorld(ranks, NcclHub(4))
     world.refit(1, verify="off")
@@ -60,7 +61,7 @@ def test_b68_a_round_has_a_bounded_number_of_messages(in_flight, most):
 
 
 def test_one_failing_rank_wakes_ranks_that_wait_in_a_round():
-    world = NcclLikeWorld(mixed_ranks(), NcclHub(6))
+    world = NcclLikeWorld(mixed_ranks(in_rounds=True), NcclHub(6))
 
     def fails(_tensor):
         raise TargetError("no memory for the layer")

@@ -34,7 +34,7 @@ def _nccl(monkeypatch):
 
 
 def test_two_refits_and_a_new_generation():
-    with ThreadWorld(mixed_ranks(), over="nccl") as world:
+    with ThreadWorld(mixed_ranks(in_rounds=True), over="nccl") as world:
         for version in (1, 2):
             reports = world.refit(version)
         assert all(report["num_verified"] for rank, report in reports.items() if rank >= 2)
@@ -43,7 +43,7 @@ def test_two_refits_and_a_new_generation():
 
 
 def test_a_failing_rank_wakes_all_and_the_next_generation_is_right_b61():
-    with ThreadWorld(mixed_ranks(), over="nccl") as world:
+    with ThreadWorld(mixed_ranks(in_rounds=True), over="nccl") as world:
         world.refit(1)
         target = world.live[3].target
         done = target.tensor_done
@@ -64,7 +64,7 @@ def test_a_failing_rank_wakes_all_and_the_next_generation_is_right_b61():
 
 
 def test_a_rank_that_stays_away_is_a_timeout_for_the_others():
-    with ThreadWorld(mixed_ranks(), over="nccl") as world:
+    with ThreadWorld(mixed_ranks(in_rounds=True), over="nccl") as world:
         world.refit(1)
         order = {"version": 2, "verify": "off", "deadline_s": 0.5, "seed": 2}
         present = [session for rank, session in world.sessions.items() if rank != 4]
@@ -75,7 +75,7 @@ def test_a_rank_that_stays_away_is_a_timeout_for_the_others():
 
 def test_a_rank_blocked_at_the_first_message_of_a_pair_is_woken_by_its_own_time():
     """Connecting a pair blocks the host inside NCCL, where no deadline is looked at."""
-    with ThreadWorld(mixed_ranks(), over="nccl") as world:
+    with ThreadWorld(mixed_ranks(in_rounds=True), over="nccl") as world:
         transports = [session._joined.seat.transport for session in world.sessions.values()]
         transports[0]._timeout_s = 0.3
         with pytest.raises(TransportTimeoutError, match=r"connecting for send to rank 2 passed its deadline of 0\.3 s"):
@@ -86,12 +86,12 @@ def test_a_rank_blocked_at_the_first_message_of_a_pair_is_woken_by_its_own_time(
 
 def test_torch_is_asked_not_to_watch_and_nothing_else_sees_it(monkeypatch):
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
-    with ThreadWorld(mixed_ranks(), over="nccl"):
+    with ThreadWorld(mixed_ranks(in_rounds=True), over="nccl"):
         pass
     assert SimulatedNccl.made_with == ["1"] * 6
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
-    with ThreadWorld(mixed_ranks(), over="nccl"):
+    with ThreadWorld(mixed_ranks(in_rounds=True), over="nccl"):
         pass
     assert SimulatedNccl.made_with == ["1"] * 12
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
@@ -164,7 +164,7 @@ def test_a_group_that_cannot_be_broken_off_keeps_nobody_waiting(monkeypatch):
 
 
 def test_buffers_of_another_device_are_refused():
-    with ThreadWorld(mixed_ranks(), over="nccl") as world:
+    with ThreadWorld(mixed_ranks(in_rounds=True), over="nccl") as world:
         transport = world.sessions[0]._joined.seat.transport
         with pytest.raises(TransportError, match="send to rank 1 needs a buffer on cpu, not on meta"):
             transport.send(torch.zeros(4, dtype=torch.uint8, device="meta"), 1)

@@ -195,7 +195,7 @@ def test_a_rank_that_takes_its_plan_again_fits_in() -> None:
     with ThreadWorld(nine_ranks()) as world:
         world.refit(1)
         world.sessions[1].declare()
-        world.sessions[1].adopt(world.live[1].made_of.assignment.to_plain())
+        world.sessions[1].adopt(world.live[1].made_of.handout)
         world.refit(2)
 
 
@@ -210,7 +210,7 @@ def test_unequal_sizes_are_refused_before_a_byte_moves(over: str, options: PlanO
     with ThreadWorld(nine_ranks(), over=over) as world:
         world.refit(1)
         held = {rank: each.target.shards[MLP][0][1].clone() for rank, each in world.live.items() if each.target}
-        world.sessions[5].adopt(other[5].assignment.to_plain())
+        world.sessions[5].adopt(other[5].handout)
         for each in world.live.values():
             if each.source is not None:
                 each.fill(2)
@@ -230,7 +230,7 @@ def test_a_world_of_one_cannot_pretend_to_succeed() -> None:
         lonely = {**world.plain_worlds()[0], "size": 1, "num_trainers": 1}
         world.sessions[0].connect(lonely)
         with pytest.raises(HandshakeError, match=r"world of 1 .* plan for 9 ranks"):
-            world.sessions[0].adopt(ranks[0].assignment.to_plain())
+            world.sessions[0].adopt(ranks[0].handout)
 
 
 def test_orders_that_differ_are_refused() -> None:

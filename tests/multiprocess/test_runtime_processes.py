@@ -78,7 +78,7 @@ def test_two_refits_between_processes(
 def _joined(rank: ExplicitRank, world: dict[str, Any]) -> LiveRank:
     live = LiveRank(rank, join_processes)
     live.session.connect(world)
-    live.session.adopt(rank.assignment.to_plain())
+    live.session.adopt(rank.handout)
     return live
 
 

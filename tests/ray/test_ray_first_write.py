@@ -15,6 +15,7 @@ from equipment.ray_light import GATE, LAST, SPECS, LightWorld, need_of, whole
 from nemo_rl_reshard.errors import RefitError
 from nemo_rl_reshard.orchestration.controller import RefitController
 from nemo_rl_reshard.orchestration.member import Member
+from nemo_rl_reshard.orchestration.shared import Shared
 
 pytestmark = pytest.mark.ray
 
@@ -62,11 +63,13 @@ def succeed(light: LightWorld, controller: RefitController, version: int) -> Non
 class Misled(Member):
     """Takes every order for one of another version."""
 
-    def submit(self, operation: str, arguments: Sequence[dict[str, Any]]) -> ray.ObjectRef[Any]:
+    def submit(
+        self, operation: str, arguments: Sequence[dict[str, Any]], shared: Shared | None = None
+    ) -> ray.ObjectRef[Any]:
         if operation == "refit":
             order = arguments[0]["order"]
             arguments = [{**arguments[0], "order": {**order, "version": order["version"] + 100}}]
-        return super().submit(operation, arguments)
+        return super().submit(operation, arguments, shared)
 
 
 @pytest.mark.parametrize("side", ["trainers", "engines"])

@@ -35,6 +35,21 @@ def test_two_refits_are_bit_equal_and_the_second_plans_nothing(light, controller
     assert [received[3], received[4]] == needed
 
 
+def test_the_plan_goes_into_the_object_store_once_whatever_the_number_of_ranks(light, controller, monkeypatch):
+    put, real = [], ray.put
+
+    def counting(value):
+        put.append(value)
+        return real(value)
+
+    monkeypatch.setattr("nemo_rl_reshard.orchestration.shared.ray.put", counting)
+    for version in (5, 6):
+        light.fill(version)
+        controller.refit(version)
+        light.assert_serves(version)
+    assert [value["digest"] for value in put if "plan" in value] == [controller.plan().plan.digest]
+
+
 def test_the_report_has_every_key_of_a_training_steps_metrics(light, controller):
     light.fill(3)
     metrics = controller.refit(3).metrics()

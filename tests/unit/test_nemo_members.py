@@ -9,6 +9,7 @@ from nemo_rl_reshard.errors import StateError, TargetError
 from nemo_rl_reshard.integrations.nemo_rl.engine_rank import forget_old_weights, num_unfinished, perform_on_engine
 from nemo_rl_reshard.integrations.nemo_rl.members import members_of
 from nemo_rl_reshard.integrations.nemo_rl.policy_rank import perform_on_policy
+from nemo_rl_reshard.orchestration.shared import Shared
 from nemo_rl_reshard.orchestration.world import Seating
 
 LAYOUTS = {
@@ -50,12 +51,12 @@ def test_b13_a_worker_takes_the_argument_of_its_rank_in_its_own_executor():
         rank = 1
         global_rank = 5
 
-        def reshard_perform(self, operation, arguments):
-            taken.append((operation, arguments[self.rank]))
+        def reshard_perform(self, operation, arguments, shared):
+            taken.append((operation, arguments[self.rank], shared))
             return {"rank": arguments[self.rank]["rank"]}
 
-    assert perform_on_engine(Worker(), "refit", [{"rank": 6}, {"rank": 7}]) == {"rank": 7}
-    assert taken == [("refit", {"rank": 7})]
+    assert perform_on_engine(Worker(), "refit", [{"rank": 6}, {"rank": 7}], {"a": 1}) == {"rank": 7}
+    assert taken == [("refit", {"rank": 7}, {"a": 1})]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -76,6 +77,8 @@ def test_no_actor_is_asked_without_ray(monkeypatch):
     for member in (trainer, engine):
         with pytest.raises(StateError, match="Ray is shut down"):
             member.submit("close", [{"rank": 0}])
+        with pytest.raises(StateError, match="Ray is shut down"):
+            member.submit("adopt", [{"rank": 0}], Shared({"plan": "text"}))
 
 
 def test_a_decorated_actor_that_takes_no_positional_arguments_is_reached(monkeypatch):
@@ -88,4 +91,4 @@ def test_a_decorated_actor_that_takes_no_positional_arguments_is_reached(monkeyp
 
     trainer = members_of(FakePolicy([SimpleNamespace(__ray_call__=Decorated())]), FakeGeneration([], [], {}))[0][0]
     asked = trainer.submit("refit", [{"rank": 0}])
-    assert asked == {"fn": perform_on_policy, "operation": "refit", "arguments": [{"rank": 0}]}
+    assert asked == {"fn": perform_on_policy, "operation": "refit", "arguments": [{"rank": 0}], "shared": None}

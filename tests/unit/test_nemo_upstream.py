@@ -7,6 +7,7 @@ import pytest
 
 from nemo_rl_reshard.integrations.nemo_rl.members import EngineMember
 from nemo_rl_reshard.integrations.nemo_rl.upstream import SYMBOLS, Symbol, unmet
+from nemo_rl_reshard.orchestration.shared import Shared
 from nemo_rl_reshard.params.manifest import Side
 
 
@@ -44,9 +45,10 @@ def test_b67_both_kinds_of_engine_are_asked_with_the_same_arguments(monkeypatch)
         for is_async in (False, True):
             member = EngineMember("engine", Side.INFERENCE, 1, Handle(), is_async=is_async, by_name=by_name)
             member.submit("connect", [{"rank": 3, "epoch": 1}])
-        first, second = asked
-        assert first == second
-        assert first["method_args"] == ("connect", [{"rank": 3, "epoch": 1}])
+            member.submit("adopt", [{"rank": 3, "epoch": 1}], Shared({"plan": "text"}))
+        assert asked[:2] == asked[2:]
+        assert asked[0]["method_args"] == ("connect", [{"rank": 3, "epoch": 1}], None)
+        assert asked[1]["method_args"] == ("adopt", [{"rank": 3, "epoch": 1}], {"plan": "text"}), "no reference"
 
 
 class _Owner:

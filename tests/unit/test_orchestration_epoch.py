@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -128,7 +128,10 @@ class Engine(ServedRanks):
         super().__init__("engine 0")
         self.asked: list[str] = []
 
-    def on_ranks(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def on_ranks(
+        self, operation: str, arguments: Sequence[dict[str, Any]], shared: Mapping[str, Any] | None
+    ) -> list[dict[str, Any]]:
+        del shared
         self.asked.append(operation)
         return [Outcome(int(argument["rank"])).to_plain() for argument in arguments]
 

@@ -62,8 +62,8 @@ def test_every_fault_of_a_seating_is_in_one_error():
 class Unreachable(Member):
     """A member of a cluster that was shut down before its controller."""
 
-    def submit(self, operation: str, arguments: Any) -> Any:
-        del arguments
+    def submit(self, operation: str, arguments: Any, shared: Any = None) -> Any:
+        del arguments, shared
         raise RuntimeError(f"{operation}: the cluster is gone")
 
 

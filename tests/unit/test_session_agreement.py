@@ -14,7 +14,8 @@ from nemo_rl_reshard.params.routing import RoutePolicy
 from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.plan.plan import PlanOptions
 from nemo_rl_reshard.plan.planner import make_plan
-from nemo_rl_reshard.runtime.assignment import assign
+from nemo_rl_reshard.runtime.assignment import Assignment
+from nemo_rl_reshard.runtime.handout import hand_out
 from nemo_rl_reshard.runtime.handshake import Agreement, differences
 from nemo_rl_reshard.runtime.leftover_plan import Gather
 from nemo_rl_reshard.runtime.one_process import together
@@ -93,13 +94,14 @@ def test_ranks_state_all_that_must_be_equal_before_a_byte_moves() -> None:
     plan = make_plan(found.source, found.target, found.routes, found.topology, broadcast=True)
 
     def stated(**options: Any) -> dict[str, Any]:
-        return assign(plan, found.source, **options)[2].statement()
+        return Assignment.from_plain(hand_out(plan, found.source, **options).of_rank(2), 2).statement()
 
     same = stated()
     assert same == stated()
+    assert {name for name in same if same[name] != stated(in_rounds=True)[name]} == {"rounds_digest"}
     assert {name for name in same if same[name] != stated(in_flight=2)[name]} == {"in_flight"}
     assert {name for name in same if same[name] != stated(gather=Gather.ROOT)[name]} == {"leftovers_digest"}
     smaller = make_plan(found.source, found.target, found.routes, found.topology, PlanOptions(64, 32), broadcast=True)
-    other = assign(smaller, found.source)[2].statement()
+    other = Assignment.from_plain(hand_out(smaller, found.source).of_rank(2), 2).statement()
     differing = {name for name in same if same[name] != other[name]}
     assert differing == {"plan_digest", "message_bytes", "bucket_bytes"}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from equipment.layout_cases import LAYOUT_CASES, LayoutCase
 from equipment.refit_worlds import mesh_layout
 
-from nemo_rl_reshard.errors import PlanError
+from nemo_rl_reshard.errors import PlanError, ReshardError
 from nemo_rl_reshard.layout import Region, TensorLayout
 from nemo_rl_reshard.layout.tiling import gaps, overlaps
 from nemo_rl_reshard.params.spec import TensorSpec
@@ -108,10 +109,23 @@ def test_a_gap_is_an_error() -> None:
         plan_leftovers([TensorSpec("w", (4,), "float32")], {"w": held}, (0,), (1,), bucket_bytes=1024)
 
 
-def test_plain_and_back() -> None:
+def test_what_all_are_told_and_a_ranks_share_make_its_program() -> None:
     program = sharded([("a", 16), ("b", 100)], bucket_bytes=64)
-    assert LeftoverProgram.from_plain(json.loads(json.dumps(program.to_plain()))) == program
-    assert program.of_rank(0) == program
-    assert {piece.rank for batch in program.of_rank(1).batches for piece in batch.pieces} == {1}
-    assert not any(batch.pieces for batch in program.of_rank(3).batches)
-    assert program.of_rank(3).digest == program.digest != sharded([("a", 16)], 64).digest
+    common = LeftoverProgram.from_plain(json.loads(json.dumps(program.to_plain())))
+    shares = json.loads(json.dumps(list(program.shares().items())))
+    assert [rank for rank, _ in shares] == [0, 1], "only trainers have one"
+    (_, of_root), (_, of_other) = shares
+    assert common.with_share(of_root) == program, "the root knows all pieces"
+    other = common.with_share(of_other)
+    for mine, whole in zip(other.batches, program.batches, strict=True):
+        assert mine.pieces == tuple(piece for piece in whole.pieces if piece.rank == 1)
+    assert not any(batch.pieces for batch in common.batches)
+    assert common.digest == program.digest != sharded([("a", 16)], 64).digest
+
+
+@pytest.mark.parametrize("share", [[], [[]], [[], [[1, 2]]], [[], 7], [[], [[0, [0], [], 1, 0]]]])
+def test_a_malformed_share_is_refused(share: list[Any]) -> None:
+    program = sharded([("a", 16), ("b", 100)], bucket_bytes=64)
+    assert len(program.batches) == 2
+    with pytest.raises(ReshardError, match=r"malformed share|region"):
+        program.with_share(share)

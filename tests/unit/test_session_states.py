@@ -39,13 +39,13 @@ def lonely() -> LiveRank:
 def test_the_order_of_a_life(lonely: LiveRank) -> None:
     session = lonely.session
     assert session.state is SessionState.DECLARED
-    session.adopt(lonely.made_of.assignment.to_plain())
+    session.adopt(lonely.made_of.handout)
     assert session.state is SessionState.PLANNED
     session.connect(LoopbackMeeting().worlds(2, 5)[0])
     assert session.state is SessionState.READY
     session.declare()
     assert session.state is SessionState.DECLARED
-    session.adopt(lonely.made_of.assignment.to_plain())
+    session.adopt(lonely.made_of.handout)
     assert session.state is SessionState.READY
     session.close()
     session.close()
@@ -71,7 +71,7 @@ def test_a_closed_session_does_nothing(lonely: LiveRank, call: str) -> None:
 def test_a_refit_needs_a_plan_and_a_world(lonely: LiveRank) -> None:
     with pytest.raises(StateError, match="refit: rank 0 is declared"):
         lonely.session.refit(ORDER)
-    lonely.session.adopt(lonely.made_of.assignment.to_plain())
+    lonely.session.adopt(lonely.made_of.handout)
     with pytest.raises(StateError, match="refit: rank 0 is planned"):
         lonely.session.refit(ORDER)
 
@@ -101,9 +101,9 @@ def test_a_world_of_another_rank_is_refused(lonely: LiveRank) -> None:
         lonely.session.connect(LoopbackMeeting().worlds(2, 5)[1])
 
 
-def test_a_program_of_another_rank_is_refused(lonely: LiveRank) -> None:
-    with pytest.raises(PlanError, match="rank 0 was given the program of rank 1"):
-        lonely.session.adopt(two_to_three()[1].assignment.to_plain())
+def test_a_handout_of_another_rank_is_refused(lonely: LiveRank) -> None:
+    with pytest.raises(PlanError, match="rank 0 was given the handout of rank 1"):
+        lonely.session.adopt(two_to_three()[1].handout)
 
 
 @pytest.mark.parametrize("broken", [{}, {"rank": 0}, {"rank": 7, "size": 5}])
@@ -131,7 +131,7 @@ def test_everything_in_and_out_survives_json() -> None:
         plain = [
             reports[2],
             rank.session.declare(json.loads(json.dumps(specs))),
-            rank.made_of.assignment.to_plain(),
+            rank.made_of.handout,
             RefitOrder.from_plain(ORDER).to_plain(),
         ]
         for value in plain:
@@ -150,7 +150,7 @@ def test_one_lifecycle_for_every_rank() -> None:
     assert calls == {
         "declare": ["specs"],
         "connect": ["world"],
-        "adopt": ["program"],
+        "adopt": ["handout"],
         "refit": ["order"],
         "close": [],
     }

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_rl_reshard.orchestration.worker_extension import perform_on_worker
 from nemo_rl_reshard.targets.vllm_front import reset_caches
 
 
-def perform_on_engine(worker: Any, operation: str, arguments: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def perform_on_engine(
+    worker: Any, operation: str, arguments: Sequence[dict[str, Any]], shared: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Perform one operation of the controller in one vLLM worker; `arguments` has one entry per worker of its engine.
+
+    `shared` is part of each of them and the same in all.
 
     A worker class that brings a `reshard_perform` of its own is asked for that. `worker.rank` is the rank in the
     engine's own executor, from 0 in every engine. The rank in `torch.distributed` is another one when vLLM spreads
@@ -19,9 +23,9 @@ def perform_on_engine(worker: Any, operation: str, arguments: Sequence[dict[str,
     """
     own = getattr(worker, "reshard_perform", None)
     if own is not None:
-        answered: dict[str, Any] = own(operation, arguments)
+        answered: dict[str, Any] = own(operation, arguments, shared)
         return answered
-    return perform_on_worker(worker, operation, arguments)
+    return perform_on_worker(worker, operation, arguments, shared)
 
 
 def num_unfinished(owner: Any) -> int:

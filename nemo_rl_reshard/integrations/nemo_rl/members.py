@@ -14,6 +14,7 @@ from nemo_rl_reshard.integrations.nemo_rl.engine_rank import perform_on_engine
 from nemo_rl_reshard.integrations.nemo_rl.policy_rank import perform_on_policy
 from nemo_rl_reshard.orchestration.member import Member
 from nemo_rl_reshard.orchestration.outcome import Outcome
+from nemo_rl_reshard.orchestration.shared import Shared
 from nemo_rl_reshard.params.manifest import Side
 
 
@@ -52,12 +53,15 @@ class PolicyMember(StockMember):
         """Whether the actor's class is one of `worker_classes`, with a method for every request."""
         return hasattr(self.handle, "reshard")
 
-    def submit(self, operation: str, arguments: Sequence[dict[str, Any]]) -> ObjectRef[Any]:
+    def submit(
+        self, operation: str, arguments: Sequence[dict[str, Any]], shared: Shared | None = None
+    ) -> ObjectRef[Any]:
         """Run our function on the actor's instance, or the method it was given."""
+        require_ray()
         if self.has_methods:
-            require_ray()
-            return super().submit(operation, arguments)
-        return self.on_actor(perform_on_policy, operation=operation, arguments=list(arguments))
+            return super().submit(operation, arguments, shared)
+        told = None if shared is None else shared.reference
+        return self.on_actor(perform_on_policy, operation=operation, arguments=list(arguments), shared=told)
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,19 @@ class EngineMember(StockMember):
         reference: ObjectRef[Any] = method.remote(checkpoint_method=function, method_args=arguments)
         return reference
 
-    def submit(self, operation: str, arguments: Sequence[dict[str, Any]]) -> ObjectRef[Any]:
-        """Run our function on every worker of the engine. A stock engine has no gate, so "publish" is answered here."""
+    def submit(
+        self, operation: str, arguments: Sequence[dict[str, Any]], shared: Shared | None = None
+    ) -> ObjectRef[Any]:
+        """Run our function on every worker of the engine. A stock engine has no gate, so "publish" is answered here.
+
+        What is shared goes with the call, once for the engine: its owner would hand its workers the reference itself.
+        """
         if operation == "publish":
             answered: ObjectRef[Any] = ray.put([Outcome(int(each["rank"])).to_plain() for each in arguments])
             return answered
-        return self.on_workers("reshard_perform" if self.by_name else perform_on_engine, operation, list(arguments))
+        told = None if shared is None else shared.value
+        function = "reshard_perform" if self.by_name else perform_on_engine
+        return self.on_workers(function, operation, list(arguments), told)
 
 
 def members_of(policy: Any, policy_generation: Any) -> tuple[list[PolicyMember], list[EngineMember]]:

@@ -15,7 +15,7 @@ The members of a refit use these methods wherever they find them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_rl_reshard.integrations.nemo_rl.description import describe
@@ -26,9 +26,11 @@ from nemo_rl_reshard.orchestration.worker_extension import ReshardWorkerExtensio
 class ReshardPolicyMethods:
     """For a policy worker: every request of a refit by name."""
 
-    def reshard(self, operation: str, arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def reshard(
+        self, operation: str, arguments: Sequence[dict[str, Any]], shared: Mapping[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
         """See `perform_on_policy`."""
-        return perform_on_policy(self, operation, arguments)
+        return perform_on_policy(self, operation, arguments, shared)
 
     def reshard_describe(self) -> dict[str, Any]:
         """See `describe`."""
