@@ -7,26 +7,16 @@ from dataclasses import replace
 import pytest
 from equipment.declaring import one_tensor
 from equipment.message_clock import message_clock
+from equipment.plain_links import GB, PLAIN
 from equipment.shared_links import Road, SharedLinks
 
 from nemo_rl_reshard.plan.plan import PlanOptions
-from nemo_rl_reshard.topology import Topology
-
-KB = 1000
-PLAIN = Topology(
-    network_bytes_per_s=1000 * KB,
-    fast_bytes_per_s=10_000 * KB,
-    network_latency_s=0.0,
-    fast_latency_s=0.0,
-    memory_bytes_per_s=1e30,
-    wire_efficiency=1.0,
-)
 
 
-def seconds(source, target, topology=PLAIN, *, size=1000, message_bytes=1 << 30, bucket_bytes=1 << 30, **options):
-    """A refit of `size` rows of 1 kB."""
-    case = one_tensor((size, 250), source, target, topology, PlanOptions(bucket_bytes, message_bytes))
-    return message_clock(case.plan, case.source, topology, **options)
+def milliseconds(source, target, topology=PLAIN, *, message_bytes=1 << 30, **options):
+    """A refit of 1 MB, 1000 rows: 1 ms at 1 GB/s."""
+    case = one_tensor((1000, 250), source, target, topology, PlanOptions(1 << 30, message_bytes))
+    return message_clock(case.plan, case.source, topology, **options) * 1000
 
 
 def drained(links: SharedLinks) -> dict[str, float]:
@@ -40,23 +30,23 @@ def drained(links: SharedLinks) -> dict[str, float]:
 
 @pytest.mark.parametrize("in_rounds", [False, True])
 def test_a_message_is_packed_sent_awaited_and_installed(in_rounds):
-    topology = replace(PLAIN, network_latency_s=0.25, memory_bytes_per_s=10_000 * KB)
-    found = seconds(([1], "R", [0]), ([1], "R", [1]), topology, in_rounds=in_rounds)
+    topology = replace(PLAIN, network_latency_s=0.25e-3, memory_bytes_per_s=10 * GB)
+    found = milliseconds(([1], "R", [0]), ([1], "R", [1]), topology, in_rounds=in_rounds)
     assert found == pytest.approx(0.2 + 1 + 0.25 + 0.3)
 
 
 @pytest.mark.parametrize("in_rounds", [False, True])
 def test_halves_go_side_by_side(in_rounds):
-    assert seconds(([2], "S(0)", [0, 1]), ([2], "S(0)", [2, 3]), in_rounds=in_rounds) == pytest.approx(0.5)
-    assert seconds(([2], "S(0)", [0, 1]), ([1], "R", [2]), in_rounds=in_rounds) == pytest.approx(1)
+    assert milliseconds(([2], "S(0)", [0, 1]), ([2], "S(0)", [2, 3]), in_rounds=in_rounds) == pytest.approx(0.5)
+    assert milliseconds(([2], "S(0)", [0, 1]), ([1], "R", [2]), in_rounds=in_rounds) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(("in_flight", "in_rounds", "expected"), [(1, False, 2.0), (4, False, 1.25), (4, True, 1.5)])
 def test_latency_is_paid_by_window_or_by_round(in_flight, in_rounds, expected):
-    """Four messages of 0.25 s and a latency of 0.25 s: one by one, all together, and by two rounds of two."""
-    topology = replace(PLAIN, network_latency_s=0.25)
+    """Four messages of 0.25 ms and a latency of 0.25 ms: one by one, all together, and by two rounds of two."""
+    topology = replace(PLAIN, network_latency_s=0.25e-3)
     pair = ([1], "R", [0]), ([1], "R", [1])
-    found = seconds(*pair, topology, message_bytes=250 * KB, in_flight=in_flight, in_rounds=in_rounds)
+    found = milliseconds(*pair, topology, message_bytes=GB // 4000, in_flight=in_flight, in_rounds=in_rounds)
     assert found == pytest.approx(expected)
 
 
