@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from importlib.util import find_spec
 
 import pytest
@@ -26,7 +26,6 @@ pytestmark = [
 _KINDS = {
     "embed_tokens": "embedding",
     "lm_head": "head",
-    "norm": "final norm",
     "o_proj": "attention out",
     "gate": "router",
     "q_proj": "heads",
@@ -62,24 +61,49 @@ EXPERT_SIZES = (
 )
 
 
-def on_paper(catalog: Catalog, rank: int) -> Held:
-    """What `rank` holds of each kind, as `held_by` counts it; norms inside layers are whole and left out."""
-    found: Held = Counter()
+def row_in_whole(module: str, row: int, model: ModelShape, rows: int) -> int:
+    """Where Megatron's whole weight has row `row` of the projection `module`, which has `rows`.
+
+    A group of heads is its queries, its key and its value; up comes after all of gate.
+    """
+    if module == "up_proj":
+        return rows + row
+    if module not in {"q_proj", "k_proj", "v_proj"}:
+        return row
+    heads, groups = model.config["num_attention_heads"], model.config["num_key_value_heads"]
+    per_group = heads // groups
+    size = rows // (heads if module == "q_proj" else groups)
+    head, inside = divmod(row, size)
+    if module == "q_proj":
+        group, slot = divmod(head, per_group)
+    else:
+        group, slot = head, per_group + (module == "v_proj")
+    return (group * (per_group + 2) + slot) * size + inside
+
+
+def on_paper(model: ModelShape, catalog: Catalog, rank: int) -> Held:
+    """What `rank` holds of each kind but norms, as `held_by` tells it."""
+    found: defaultdict[tuple[int | None, int | None, str], list[int]] = defaultdict(list)
     for name, layout in catalog.layouts.items():
         place = Place.of(name)
         module = place.part.removesuffix(".weight").rpartition(".")[2]
-        elements = sum(region.numel for region in layout.regions_of(rank))
-        if elements and module in _KINDS:
-            found[place.layer, place.expert, _KINDS[module]] += elements
-    return found
+        if module not in _KINDS:
+            continue
+        rows, columns = layout.shape
+        for region in layout.regions_of(rank):
+            found[place.layer, place.expert, _KINDS[module]] += [
+                row_in_whole(module, row, model, rows) * columns + column
+                for row in range(region.offset[0], region.stop[0])
+                for column in range(region.offset[1], region.stop[1])
+            ]
+    return {place: sorted(elements) for place, elements in found.items()}
 
 
 def assert_equal_on_every_rank(model: ModelShape, sizes: Sizes, vocabulary: int, tied: bool, config, **paper) -> None:
     catalog = megatron_source(model, **sizes.as_arguments, **paper)
     for rank in range(sizes.world):
         real = held_by(rank, sizes, vocabulary, tied, {"hidden_size": 8, "kv_channels": 4, **config})
-        kinds = {place: count for place, count in real.items() if place[2] != "norm"}
-        assert kinds == on_paper(catalog, rank), f"rank {rank}"
+        assert real == on_paper(model, catalog, rank), f"rank {rank}"
 
 
 @pytest.mark.parametrize("sizes", DENSE_SIZES, ids=str)

@@ -6,7 +6,6 @@ Nothing here is imported unless megatron.core is there; see tests/contract/test_
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-Held = Counter[tuple[int | None, int | None, str]]
-"""(layer, expert, kind of weight) -> elements that one rank holds."""
+Held = dict[tuple[int | None, int | None, str], list[int]]
+"""(layer, expert, kind of weight) -> which elements of the whole weight one rank holds, ascending."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
@@ -25,7 +24,6 @@ _KINDS = {
     "embedding.word_embeddings.weight": "embedding",
     "output_layer.weight": "head",
     "decoder.final_layernorm.weight": "final norm",
-    "input_layernorm.weight": "norm",
     "self_attention.linear_qkv.weight": "heads",
     "self_attention.linear_proj.weight": "attention out",
     "mlp.router.weight": "router",
@@ -34,7 +32,9 @@ _KINDS = {
     "linear_fc1.weight": "up",
     "linear_fc2.weight": "down",
 }
-"""By what a parameter is called in megatron.core; those of experts without their path."""
+"""By what a parameter is called in megatron.core; those of experts without their path, those of norms left out."""
+NORMS = ("norm", "final norm")
+"""Whole, and filled by nobody."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,11 @@ def as_rank(rank: int, sizes: Sizes) -> Iterator[Any]:
 
 
 def held_by(rank: int, sizes: Sizes, vocabulary: int, tied: bool, config: Mapping[str, Any]) -> Held:
-    """Elements of each weight that megatron.core builds on `rank`. `config` are fields of its TransformerConfig.
+    """What megatron.core builds on `rank`. `config` are fields of its TransformerConfig.
 
-    The model is not told of context parallelism, for which its attention would need a GPU.
+    Weights are filled with the places of their elements in the whole weight before it cuts them: heads as groups of
+    queries, key and value; the gate projection above the up projection. The model is not told of context parallelism,
+    for which its attention would need a GPU.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -98,9 +100,9 @@ def held_by(rank: int, sizes: Sizes, vocabulary: int, tied: bool, config: Mappin
             add_bias_linear=False,
             gated_linear_unit=True,
             normalization="RMSNorm",
-            pipeline_dtype=torch.bfloat16,
-            params_dtype=torch.bfloat16,
-            bf16=True,
+            pipeline_dtype=torch.float32,
+            init_method=_fill_with_places,
+            output_layer_init_method=_fill_with_places,
             **config,
         )
         model = GPTModel(
@@ -115,10 +117,16 @@ def held_by(rank: int, sizes: Sizes, vocabulary: int, tied: bool, config: Mappin
         )
         numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
         first_expert = state.get_expert_model_parallel_rank() * (config.get("num_moe_experts") or 0) // sizes.ep
-        found: Held = Counter()
-        for name, parameter in model.named_parameters():
-            found[_place(name, numbers, first_expert)] += parameter.numel()
-        return found
+        return {
+            place: sorted(parameter.detach().flatten().int().tolist())
+            for name, parameter in model.named_parameters()
+            if (place := _place(name, numbers, first_expert))[2] not in NORMS
+        }
+
+
+def _fill_with_places(whole: torch.Tensor) -> None:
+    with torch.no_grad():
+        whole.copy_(torch.arange(whole.numel()).view(whole.shape))
 
 
 def _place(name: str, layers: list[int], first_expert: int) -> tuple[int | None, int | None, str]:

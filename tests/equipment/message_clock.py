@@ -52,10 +52,8 @@ def message_clock(
     memory = _Memory(topology.memory_bytes_per_s)
     ranks: dict[int, Doing] = {}
     for rank, program in programs.items():
-        held = (
-            {name: layout.regions_of(rank) for name, layout in source.layouts.items()} if rank in plan.sources else {}
-        )
-        steps = Steps.of(program, held)
+        held = source.layouts if rank in plan.sources else {}
+        steps = Steps.of(program, {name: layout.regions_of(rank) for name, layout in held.items()})
         if in_rounds:
             ranks[rank] = _by_rounds(steps, memory, limits, starts)
         else:
