@@ -137,13 +137,14 @@ def test_experts_are_where_megatron_has_them_b26(sizes: Sizes) -> None:
     assert_equal_on_every_rank(virtual_models.experts(layers=layers), sizes, 64, False, config)
 
 
-def test_fused_heads_are_cut_inside_a_group_b30() -> None:
-    """B30: four ranks to two key/value heads."""
+@pytest.mark.parametrize("tp", [4, 8])
+def test_fused_heads_are_cut_inside_a_group_b30(tp: int) -> None:
+    """B30: two key/value heads; eight ranks cut through the key as well."""
     shapes = {"model.embed_tokens.weight": (64, 8)} | virtual_models.attention(0, 8, 2, 4, 8)
     shapes |= virtual_models.feed_forward("model.layers.0.mlp", 16, 8)
     shapes |= {"model.norm.weight": (8,), "lm_head.weight": (64, 8)}
     model = virtual_models.model(shapes, num_attention_heads=8, num_key_value_heads=2)
-    assert_equal_on_every_rank(model, Sizes(world=4, tp=4), 64, False, {"num_layers": 1, **WIDE})
+    assert_equal_on_every_rank(model, Sizes(world=tp, tp=tp), 64, False, {"num_layers": 1, **WIDE})
 
 
 @pytest.mark.parametrize(("layers", "pp"), [(8, 4), (61, 16), (94, 8), (60, 8), (27, 4), (27, 2), (7, 6)])
