@@ -6,11 +6,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 RUN ?= runs/demo
 # A checkout of NeMo RL, for test-nemo-rl; it is imported from there and left as it is.
 NEMO_RL ?=
+# A checkout of Megatron-LM, for test-megatron, likewise.
+MEGATRON ?=
 NEMO_VENV := .venv-nemo-rl
 OLDER_VENV := .venv-vllm-0.25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-nemo-rl test-vllm-0.25 lint bench clean
+.PHONY: help setup demo test test-fast test-nemo-rl test-megatron test-vllm-0.25 lint bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -55,6 +57,10 @@ test-nemo-rl: $(NEMO_VENV)/automodel/.ready  ## the plugin under the real NeMo R
 	@test -f "$(NEMO_RL)/nemo_rl/__init__.py" || { echo "name a checkout of NeMo RL: make test-nemo-rl NEMO_RL=<folder>"; exit 2; }
 	PYTHONPATH=$(NEMO_VENV)/automodel $(NEMO_VENV)/bin/python -m pytest tests/contract/test_contract_automodel.py
 	NEMO_RL="$(abspath $(NEMO_RL))" $(NEMO_VENV)/bin/python -m pytest tests/nemo_rl
+
+test-megatron: setup  ## trainers on paper against the real megatron.core: make test-megatron MEGATRON=<checkout> (15 s)
+	@test -f "$(MEGATRON)/megatron/core/__init__.py" || { echo "name a checkout of Megatron-LM: make test-megatron MEGATRON=<folder>"; exit 2; }
+	PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$(abspath $(MEGATRON))" $(BIN)/python -m pytest tests/contract/test_contract_megatron.py
 
 # As above; torch brings its own libraries.
 $(OLDER_VENV)/.ready: $(VENV)/.ready requirements/vllm-0.25-cpu.txt

@@ -90,7 +90,7 @@ def source_catalog(model: ModelShape, side: ParallelSide) -> Catalog:
     if side.backend == "fsdp2":
         return fsdp2_source(model, world=side.world, **sizes)
     sizes.pop("dp")  # what the other sizes leave of the world
-    return megatron_source(model, world=side.world, **sizes, stages=side.stages)
+    return megatron_source(model, world=side.world, **sizes, stages=side.stages, vocab_multiple=side.vocab_multiple)
 
 
 def target_catalog(model: ModelShape, side: ParallelSide, first_rank: int) -> Catalog:

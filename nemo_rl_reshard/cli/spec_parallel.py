@@ -18,23 +18,24 @@ LARGEST_WORLD = 1 << 16
 class Backend:
     """`axes` multiply to the world; `rest`, one of them, is what is left of it when the spec does not give it.
 
-    `other` sizes cut the same ranks once more (experts), and multiply to nothing.
+    `other` sizes cut the same ranks once more (experts), and multiply to nothing. `lists` and `numbers` are no sizes.
     """
 
     axes: tuple[str, ...]
     rest: str
     other: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Every key of a side with this backend."""
-        return ("backend", "world", *self.axes, *self.other, *self.lists)
+        return ("backend", "world", *self.axes, *self.other, *self.lists, *self.numbers)
 
 
 SOURCES: Mapping[str, Backend] = MappingProxyType(
     {
-        "megatron": Backend(("tp", "cp", "dp", "pp"), "dp", ("ep", "etp"), ("stages",)),
+        "megatron": Backend(("tp", "cp", "dp", "pp"), "dp", ("ep", "etp"), ("stages",), ("vocab_multiple",)),
         "fsdp2": Backend(("dp_replicate", "dp_shard", "tp"), "dp_shard", ("ep",)),
     }
 )
@@ -49,6 +50,7 @@ class ParallelSide:
     world: int
     sizes: Mapping[str, int]
     stages: tuple[int, ...] | None = None
+    vocab_multiple: int | None = None
 
     @property
     def text(self) -> str:
@@ -80,6 +82,7 @@ def read_parallel(plain: Any, key: str, backends: Mapping[str, Backend], faults:
     stages = None
     if "stages" in fields:
         stages = fields.whole_numbers("stages", "a list of whole numbers, the layers of each pipeline stage")
+    vocab_multiple = _read_size(fields, "vocab_multiple", LARGEST_WORLD) if "vocab_multiple" in fields else None
     if backend is None or world is None or len(faults) > before:
         return None
     sizes = {each: size for each, size in given.items() if size is not None}
@@ -91,7 +94,7 @@ def read_parallel(plain: Any, key: str, backends: Mapping[str, Backend], faults:
         return None
     sizes.setdefault(backend.rest, world // product)
     ordered = {each: sizes[each] for each in (*backend.axes, *backend.other) if each in sizes}
-    return ParallelSide(str(name), world, ordered, stages)
+    return ParallelSide(str(name), world, ordered, stages, vocab_multiple)
 
 
 _SIZES = frozenset(

@@ -109,6 +109,7 @@ _QWEN_2400B = Layout(
     "nothing is published: DeepSeek-V3's with twice the ranks on both sides, for 3.6 times the bytes; engine groups of "
     "64 by TP16 x EP64, since the stand-in's linear attention has 16 key heads",
     source_pp=16, source_ep=32, target_tp=16, target_dp=32, target_ep=64,
+    stages=(*[6] * 12, *[5] * 4),
 )  # fmt: skip
 _QWEN35_397B = Layout(
     "dgx-h100", 256, 256, Basis.ASSUMED,

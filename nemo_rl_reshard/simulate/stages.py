@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from nemo_rl_reshard.params.catalog import Catalog
 from nemo_rl_reshard.params.classify import expert_group
-from nemo_rl_reshard.simulate.kinds import Kind, Volumes, kinds_of
+from nemo_rl_reshard.simulate.layout_pairs import LayoutPair, layout_pairs
+from nemo_rl_reshard.simulate.volumes import Volumes
 from nemo_rl_reshard.simulate.wiring import Wiring
 
 
@@ -81,22 +82,22 @@ def measure_stage(
     pieces: Counter[int] = Counter()
     received: Counter[int] = Counter()
     entering_nics: Counter[int] = Counter()
-    by_target: defaultdict[tuple[int, tuple[int, ...]], list[Kind]] = defaultdict(list)
-    for kind in kinds_of(names, source, target):
-        by_target[id(kind.target), kind.shape].append(kind)
-        for rank in kind.source.ranks:
-            pieces[rank] += kind.num_tensors
-        for region, holders in volumes.holders(kind.source, kind.shape).items():
-            nbytes = region.numel * kind.bytes_per_element
+    by_target: defaultdict[tuple[int, tuple[int, ...]], list[LayoutPair]] = defaultdict(list)
+    for pair in layout_pairs(names, source, target):
+        by_target[id(pair.target), pair.shape].append(pair)
+        for rank in pair.source.ranks:
+            pieces[rank] += pair.num_tensors
+        for region, holders in volumes.holders(pair.source, pair.shape).items():
+            nbytes = region.numel * pair.bytes_per_element
             for rank in holders:
                 sent[rank] += nbytes / len(holders)  # type: ignore[assignment]
                 copied[rank] += nbytes
     source_domains = {wiring.domain_of[rank] for rank in sent}
     entered = installed = 0.0
     fast: Counter[int] = Counter()
-    for kinds in by_target.values():
-        layout, shape = kinds[0].target, kinds[0].shape
-        bytes_per_element = sum(kind.bytes_per_element for kind in kinds)
+    for pairs in by_target.values():
+        layout, shape = pairs[0].target, pairs[0].shape
+        bytes_per_element = sum(pair.bytes_per_element for pair in pairs)
         held = volumes.of_ranks(layout, shape)
         for rank, elements in held.items():
             received[rank] += elements * bytes_per_element
@@ -105,9 +106,9 @@ def measure_stage(
             entering = float(volumes.union(regions) * bytes_per_element)
             if domain in source_domains:
                 entering -= sum(
-                    volumes.common(regions, volumes.regions_of_domains(kind.source, shape).get(domain, frozenset()))
-                    * kind.bytes_per_element
-                    for kind in kinds
+                    volumes.common(regions, volumes.regions_of_domains(pair.source, shape).get(domain, frozenset()))
+                    * pair.bytes_per_element
+                    for pair in pairs
                 )
             ranks = needers[domain]
             entered += entering

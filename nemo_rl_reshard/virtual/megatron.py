@@ -14,9 +14,9 @@ from nemo_rl_reshard.virtual.layout_table import LayoutTable, Owners, is_divisib
 from nemo_rl_reshard.virtual.model import ModelShape
 from nemo_rl_reshard.virtual.places import Place
 from nemo_rl_reshard.virtual.role_cuts import cut_of
-from nemo_rl_reshard.virtual.roles import EXPERTS, Role, roles_of
+from nemo_rl_reshard.virtual.roles import EXPERTS, Placed, Role, roles_of
 from nemo_rl_reshard.virtual.sizes import are_positive, note_remainder, num_experts, num_layers
-from nemo_rl_reshard.virtual.stages import early_stages, stage_by_layer
+from nemo_rl_reshard.virtual.stages import stage_by_layer, trainer_stages
 
 _Seat = tuple[tuple[int, ...], int]  # the stages that hold a tensor, the expert group (-1 for what is no expert)
 
@@ -31,6 +31,7 @@ def megatron_source(
     etp: int = 1,
     cp: int = 1,
     stages: tuple[int, ...] | None = None,
+    vocab_multiple: int | None = None,
     first_rank: int = 0,
 ) -> Catalog:
     """What `world` Megatron ranks hold, tp fastest, then cp, then dp, pp slowest; dp = world / (tp * cp * pp).
@@ -38,8 +39,9 @@ def megatron_source(
     Dense weights are cut over tp and equal on all cp and dp ranks of a stage. Experts ignore that grid: within a
     stage, etp runs fastest, then ep, and what is left are copies. Query, key and value heads are one weight, by groups
     of a key/value head, cut evenly even inside a group when tp exceeds the groups. `stages` are layers per stage; by
-    default as even as possible, the first stages taking one more. The embedding is on the first stage (tied: on the
-    last as well), final norm and head on the last. A vocabulary that tp does not divide is padded at the end. Raises
+    default equally many, but for the first and the last stage where pp does not divide the layers. The embedding is on
+    the first stage (tied: on the last as well), final norm and head on the last. A vocabulary is as long as in the
+    checkpoint, and tp divides it; with `vocab_multiple` it is padded at the end to a multiple of that times tp. Raises
     ConfigError listing every size that does not fit.
     """
     placed = roles_of(model)
@@ -52,15 +54,37 @@ def megatron_source(
         note_remainder(faults, "ep", ep, "the experts of a layer,", experts or 1)
         if stages is None and pp > layers:
             faults.add(f"pp {pp}: the model has {layers} layers")
+        _note_heads(faults, model, placed, tp, cp)
+    if vocab_multiple is not None and vocab_multiple < 1:
+        faults.add(f"vocab_multiple {vocab_multiple}: must be at least 1")
     if stages is not None and (len(stages) != pp or sum(stages) != layers or min(stages, default=0) < 0):
         faults.add(f"stages {list(stages)}: must be {pp} counts of layers that add up to {layers}")
     faults.raise_if_any()
     grid = _Grid(world // pp, tp, ep, etp, first_rank)
-    rule = _Rule(model, grid, stage_by_layer(stages or early_stages(layers, pp)), experts // ep or 1, faults)
+    staged = stage_by_layer(stages or trainer_stages(layers, pp))
+    rule = _Rule(model, grid, staged, experts // ep or 1, vocab_multiple, faults)
     ranks = range(first_rank, first_rank + world)
     catalog = assemble(Side.TRAINER, model, placed, ranks, rule.seat, rule.lay_out)
     faults.raise_if_any()
     return catalog
+
+
+def _note_heads(faults: FaultList, model: ModelShape, placed: Placed, tp: int, cp: int) -> None:
+    """Note what tp, or tp and cp, must divide beyond the weights that are cut: whole heads, groups of them and states.
+
+    A cut inside a group of heads is possible only where all its parts are of one group.
+    """
+    heads = FusedHeads.of(model)
+    if heads is not None:
+        note_remainder(faults, "tp", tp, "the query heads,", heads.heads)
+        if heads.groups % tp and tp % heads.groups:
+            faults.add(f"tp {tp}: is neither a divisor nor a multiple of the key/value heads, {heads.groups}")
+    roles = {role for _, role in placed}
+    if Role.STATE_INPUT in roles:
+        note_remainder(faults, "tp", tp, "the groups of the state-space mixer,", model.number("n_groups"))
+    if roles & {Role.DELTA_MIXED, Role.DELTA_GROUPS}:
+        heads_of_keys = model.number("linear_num_key_heads")
+        note_remainder(faults, "tp * cp =", tp * cp, "the key heads of linear attention,", heads_of_keys)
 
 
 class _Grid:
@@ -92,10 +116,16 @@ class _Rule:
     """Lays out one tensor after the other; cuts that do not work out become faults."""
 
     def __init__(
-        self, model: ModelShape, grid: _Grid, stages: tuple[int, ...], experts_each: int, faults: FaultList
+        self,
+        model: ModelShape,
+        grid: _Grid,
+        stages: tuple[int, ...],
+        experts_each: int,
+        vocab_multiple: int | None,
+        faults: FaultList,
     ) -> None:
         self._model, self._grid, self._stages, self._faults = model, grid, stages, faults
-        self._experts_each = experts_each
+        self._experts_each, self._vocab_multiple = experts_each, vocab_multiple
         self._table = LayoutTable()
         self._heads = FusedHeads.of(model)
         self._last = max(stages, default=0)
@@ -124,8 +154,8 @@ class _Rule:
 
     def _cut(self, spec: TensorSpec, place: Place, role: Role) -> Cut | FusedCut:
         if role in {Role.TOKENS, Role.HEAD}:
-            rows, tp = spec.shape[0], self._grid.tp
-            return Cut(0, (Section(rows, rows, padded=-(-rows // tp) * tp),))
+            rows, multiple = spec.shape[0], (self._vocab_multiple or 0) * self._grid.tp
+            return Cut(0, (Section(rows, rows, padded=-(-rows // multiple) * multiple if multiple else rows),))
         kind = projection(place.part)
         if self._heads is not None and kind is not None:
             return self._heads.cut(kind)

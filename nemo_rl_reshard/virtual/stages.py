@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def early_stages(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers per stage, as even as possible, the first stages taking what is left over."""
-    each, extra = divmod(layers, stages)
-    return tuple(each + (stage < extra) for stage in range(stages))
+def trainer_stages(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers per stage as Megatron can be told in two numbers: equally many on all stages but the first and the last.
+
+    What does not divide evenly is made up for by these two, the first having one more if need be.
+    """
+    if layers % stages == 0:
+        return (layers // stages,) * stages
+    each = -(-layers // stages)
+    if layers - each * (stages - 2) < 2:
+        each -= 1
+    ends = layers - each * (stages - 2)
+    return (ends - ends // 2, *(each,) * (stages - 2), ends // 2)
 
 
 def engine_stages(layers: int, stages: int) -> tuple[int, ...]:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from equipment import engines
+from equipment.engine_scripts import run_cases
 
 EQUIPMENT = Path(__file__).parents[1] / "equipment"
 
@@ -35,15 +31,6 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
 
 
 def _run(folder: Path, group: tuple[str, ...], live: bool, script: str) -> dict[str, Any]:
-    finished = subprocess.run(
-        [sys.executable, str(EQUIPMENT / script), str(folder), *group],
-        env={**os.environ, **engines.environment(live=live)},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    lines = [line.removeprefix("CASE ") for line in finished.stdout.splitlines() if line.startswith("CASE ")]
-    found = {case["name"]: case for case in map(json.loads, lines)}
-    missing = {"error": f"the script ended with {finished.returncode}:\n{finished.stderr[-4000:]}"}
+    found, complaint = run_cases(EQUIPMENT / script, folder, *group, live=live, timeout_s=800)
+    missing = {"error": complaint}
     return {name: found.get(name, missing) for name in group}

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+from equipment.tiny_qwen import tiny
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 HIDDEN, INNER, VOCABULARY = 64, 96, 100
@@ -16,19 +17,8 @@ HIDDEN, INNER, VOCABULARY = 64, 96, 100
 @pytest.fixture(scope="module")
 def landings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("trace")
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    fields = tiny(vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=1)
+    Qwen3ForCausalLM(Qwen3Config(**fields, dtype="float32")).save_pretrained(folder / "model")
     done = subprocess.run(
         [
             sys.executable,

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from equipment import engines
+from equipment.engine_scripts import run_cases
 from equipment.virtual_cases import CASES, TraceCase, model_of
 
 from nemo_rl_reshard.virtual.vllm import vllm_target
@@ -30,17 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def traces(folder: Path) -> dict[str, dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder)],
-        env={**os.environ, **engines.environment(live=False)},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    lines = [line.removeprefix("CASE ") for line in done.stdout.splitlines() if line.startswith("CASE ")]
-    found = {case["name"]: case for case in map(json.loads, lines)}
-    assert len(found) == len(CASES), done.stderr[-4000:]
+    found, complaint = run_cases(SCRIPT, folder, live=False, timeout_s=500)
+    assert len(found) == len(CASES), complaint
     return found
 
 

@@ -10,20 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-VOCABULARY = 500  # not a multiple of 64 times any tensor-parallel size, so that padding is covered
-
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.3,
-}
+from equipment.tiny_qwen import VOCABULARY, tiny
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -83,8 +70,7 @@ def _config(family: str, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3MoeForCausalLM" if is_moe else "Qwen3ForCausalLM"],
         "model_type": "qwen3_moe" if is_moe else "qwen3",
-        **_COMMON,
-        **FAMILIES[family],
+        **tiny(**FAMILIES[family]),
         "torch_dtype": str(dtype).removeprefix("torch."),
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
@@ -96,7 +82,7 @@ def _config(family: str, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _shapes(family: str) -> dict[str, tuple[int, ...]]:
-    config = {**_COMMON, **FAMILIES[family]}
+    config = tiny(**FAMILIES[family])
     hidden, head = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden)}

@@ -37,11 +37,11 @@ def feed_forward(path: str, inner: int, hidden: int) -> Shapes:
     }
 
 
-def dense(*, layers: int = 2, vocabulary: int = 50, hidden: int = 8, tied: bool = False) -> ModelShape:
-    """A Qwen3 with 6 query and 2 key/value heads of 4, feed-forward size 12."""
+def dense(*, layers: int = 2, vocabulary: int = 50, hidden: int = 8, inner: int = 12, tied: bool = False) -> ModelShape:
+    """A Qwen3 with 6 query and 2 key/value heads of 4."""
     shapes: Shapes = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(layers):
-        shapes |= attention(layer, 6, 2, 4, hidden) | feed_forward(f"model.layers.{layer}.mlp", 12, hidden)
+        shapes |= attention(layer, 6, 2, 4, hidden) | feed_forward(f"model.layers.{layer}.mlp", inner, hidden)
         shapes[f"model.layers.{layer}.input_layernorm.weight"] = (hidden,)
     shapes["model.norm.weight"] = (hidden,)
     if not tied:

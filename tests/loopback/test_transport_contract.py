@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from equipment.all_to_all import exchange
 from equipment.faulty_transport import Delay, FaultyTransport, Raise, Stall
 from equipment.thread_worlds import gloo_world, in_world, loopback_world, run_ranks
 
@@ -16,32 +17,6 @@ LONG_S = 20.0
 SHORT_S = 0.3
 
 
-def code(src: int, dst: int, number: int, nbytes: int) -> torch.Tensor:
-    """Bytes that tell their pair, their message and their place."""
-    period = 251  # a prime, so that no chunk of a power of two looks like its neighbour
-    pattern = (torch.arange(period) + src * 31 + dst * 17 + number * 5).to(torch.uint8)
-    return pattern.repeat(-(-nbytes // period))[:nbytes]
-
-
-def exchange(transport, nbytes_of, num_messages):
-    """Every rank sends `num_messages` to every other, all in flight at once; returns whether all came in order."""
-    deadline = Deadline.after(LONG_S)
-    others = [peer for peer in range(transport.size) if peer != transport.rank]
-    pending, arrived = [], []
-    for number in range(num_messages):
-        for peer in others:
-            nbytes = nbytes_of(peer, transport.rank, number)
-            buffer = torch.full((nbytes,), 255, dtype=torch.uint8)
-            pending.append(transport.receive(buffer, peer))
-            arrived.append((buffer, code(peer, transport.rank, number, nbytes)))
-            nbytes = nbytes_of(transport.rank, peer, number)
-            pending.append(transport.send(code(transport.rank, peer, number, nbytes), peer))
-    for one in pending:
-        one.wait(deadline)
-        one.wait(deadline)  # a second wait returns at once
-    return all(torch.equal(buffer, expected) for buffer, expected in arrived)
-
-
 @WORLDS
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_messages_of_a_pair_arrive_in_order_and_whole(world, size):
@@ -50,13 +25,13 @@ def test_messages_of_a_pair_arrive_in_order_and_whole(world, size):
 
     with world(size) as transports:
         for _ in range(2):
-            assert in_world(transports, lambda rank: exchange(rank, uneven, 40)) == [True] * size
+            assert in_world(transports, lambda rank: exchange(rank, uneven, 40, LONG_S)) == [True] * size
 
 
 @WORLDS
 def test_a_message_far_larger_than_any_socket_buffer(world):
     with world(2) as transports:
-        assert in_world(transports, lambda rank: exchange(rank, lambda *_: (48 << 20) + 3, 1)) == [True] * 2
+        assert in_world(transports, lambda rank: exchange(rank, lambda *_: (48 << 20) + 3, 1, LONG_S)) == [True] * 2
 
 
 @WORLDS
@@ -134,7 +109,7 @@ def test_a_rank_whose_peer_stalls_times_out_naming_it_and_the_others_are_called_
 def test_a_late_rank_is_waited_for(world):
     def body(transport):
         slow = FaultyTransport(transport, {0: Delay(SHORT_S)}) if transport.rank else transport
-        return exchange(slow, lambda *_: 5, 2)
+        return exchange(slow, lambda *_: 5, 2, LONG_S)
 
     with world(2) as transports:
         assert in_world(transports, body) == [True, True]
@@ -188,7 +163,7 @@ def test_a_rank_that_raises_and_aborts_is_named_on_the_others(world):
     def body(transport):
         faulty = FaultyTransport(transport, {3: Raise("rank 1: disk on fire")} if transport.rank == 1 else {})
         try:
-            return exchange(faulty, lambda *_: 9, 4)
+            return exchange(faulty, lambda *_: 9, 4, LONG_S)
         except TransportError as fault:
             transport.abort(str(fault))
             raise
@@ -248,7 +223,7 @@ def test_buffers_that_a_transport_cannot_take_are_refused_before_anything_starts
             own.broadcast(flat, 1, (0,))
         with pytest.raises(TransportError, match="2 members of 8 bytes need 16"):
             own.all_gather(flat, flat, (0, 1))
-        assert in_world(transports, lambda rank: exchange(rank, lambda *_: 3, 1)) == [True, True]
+        assert in_world(transports, lambda rank: exchange(rank, lambda *_: 3, 1, LONG_S)) == [True, True]
 
 
 def test_loopback_refuses_a_message_of_another_length_on_both_ends():

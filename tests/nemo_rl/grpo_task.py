@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 import torch
+from equipment.tiny_qwen import tiny
 from nemo_rl.data.processors import register_processor
 from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
 from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
@@ -45,23 +46,18 @@ def write_model(folder: Path, family: str, seed: int) -> Path:
 
 def model(family: str) -> PreTrainedModel:
     """A small one of `family`, "qwen2" or "qwen3"."""
-    config = AutoConfig.for_model(
-        family,
+    fields = tiny(
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=64,
-        tie_word_embeddings=False,
+        initializer_range=0.02,
         pad_token_id=PAD,
         bos_token_id=BEGIN,
         eos_token_id=END,
         dtype="float32",
     )
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

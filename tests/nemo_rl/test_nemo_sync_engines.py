@@ -19,7 +19,7 @@ from nemo_rl.utils.timer import Timer
 from nemo_rl.weight_sync.interfaces import WeightSynchronizer
 from stand_ins import in_actors
 from stand_ins.models import write_model
-from stand_ins.observed import ObservedWorld, assert_same
+from stand_ins.observed import ObservedWorld, assert_same, assert_two_refits_are_stock
 from stand_ins.recipe import Recipe
 
 from nemo_rl_reshard.errors import RefitError, StateError
@@ -40,12 +40,7 @@ def world(cluster: None, checkout: Path, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_refits_leave_what_the_stock_loader_would(world: ObservedWorld, backend: str) -> None:
     """B13, B14: two engines that each count their workers from 0, and trainers by their place in the group."""
-    attached = world.attach(backend=backend, verify="full") if backend != "nemo_rl" else world.attach(backend=backend)
-    assert (attached is None) == (backend == "nemo_rl")
-    for factor in (-1.25, 1.5):
-        world.change_weights(factor)
-        found = world.refit_on_nothing()
-        assert_same(found, world.stock_parameters())
+    assert_two_refits_are_stock(world, backend)
 
 
 def test_the_three_backends_leave_bit_equal_engines(world: ObservedWorld) -> None:

@@ -15,7 +15,7 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from stand_ins import in_actors
 from stand_ins.models import write_expert_model, write_model, write_tokenizer
-from stand_ins.observed import ObservedWorld, assert_same
+from stand_ins.observed import ObservedWorld, assert_two_refits_are_stock
 from stand_ins.recipe import Recipe
 
 #: Only these workers find it: where NeMo RL finds Automodel, version 1 of the worker uses its classes too.
@@ -85,12 +85,7 @@ def test_two_trainers_hold_the_model_as_asked(world: ObservedWorld, case: Case) 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_refits_leave_what_the_stock_loader_would(world: ObservedWorld, backend: str) -> None:
     """B19 B58: experts are stacked and transposed, low-rank layers merged as NeMo RL's own generator merges them."""
-    attached = world.attach(backend=backend, verify="full") if backend != "nemo_rl" else world.attach(backend=backend)
-    assert (attached is None) == (backend == "nemo_rl")
-    for factor in (-1.25, 1.5):
-        world.change_weights(factor)
-        found = world.refit_on_nothing()
-        assert_same(found, world.stock_parameters())
+    assert_two_refits_are_stock(world, backend)
 
 
 @pytest.mark.parametrize("case", IN_FP32, indirect=True)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from equipment.declaring import GATE, layout, one_tensor, refit
+from equipment.plain_links import GB, PLAIN
 
 from nemo_rl_reshard.params.routing import RoutePolicy
 from nemo_rl_reshard.params.spec import TensorSpec
@@ -15,17 +16,6 @@ from nemo_rl_reshard.simulate.clock import simulate_plan
 from nemo_rl_reshard.simulate.recurrence import run_clock
 from nemo_rl_reshard.simulate.statistics import statistics
 from nemo_rl_reshard.topology import Topology
-
-GB = 10**9
-PLAIN = Topology(
-    network_bytes_per_s=1 * GB,
-    fast_bytes_per_s=10 * GB,
-    network_latency_s=0.0,
-    fast_latency_s=0.0,
-    memory_bytes_per_s=1e30,
-    wire_efficiency=1.0,
-)
-"""1 GB/s between domains, 10 GB/s inside; memory costs nothing."""
 
 
 def loads(num_ranks, steps):

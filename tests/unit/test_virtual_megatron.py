@@ -55,14 +55,15 @@ def test_a_tied_embedding_is_on_both_ends_b33():
 
 
 def test_more_ranks_than_key_value_heads_cut_inside_a_group_b30():
-    """B30: two groups of 3 queries, a key and a value of 4 rows, 40 fused rows; four ranks hold 10 each."""
-    catalog = megatron_source(virtual_models.dense(), world=4, tp=4)
-    path = f"{LAYER}.self_attn"
+    """B30: two groups of 4 queries, a key and a value of 4 rows, 48 fused rows; four ranks hold 12 each."""
+    model = virtual_models.model(virtual_models.attention(0, 8, 2, 4, 8), num_attention_heads=8, num_key_value_heads=2)
+    catalog = megatron_source(model, world=4, tp=4)
+    path = "model.layers.0.self_attn"
     assert held(catalog, f"{path}.q_proj.weight") == {
-        0: [((0, 0), (10, 8))],
-        1: [((10, 0), (2, 8))],
-        2: [((12, 0), (10, 8))],
-        3: [((22, 0), (2, 8))],
+        0: [((0, 0), (12, 8))],
+        1: [((12, 0), (4, 8))],
+        2: [((16, 0), (12, 8))],
+        3: [((28, 0), (4, 8))],
     }
     assert held(catalog, f"{path}.k_proj.weight") == {1: [((0, 0), (4, 8))], 3: [((4, 0), (4, 8))]}
 
@@ -76,9 +77,32 @@ def test_gates_lie_behind_the_queries_of_their_group():
     assert found == {0: [((0, 0), (12, 8))], 1: [((12, 0), (4, 8))], 2: [((16, 0), (12, 8))], 3: [((28, 0), (4, 8))]}
 
 
-def test_a_vocabulary_that_tp_does_not_divide_ends_early_b35():
-    catalog = megatron_source(virtual_models.dense(vocabulary=51), world=2, tp=2)
-    assert held(catalog, "lm_head.weight") == {0: [((0, 0), (26, 8))], 1: [((26, 0), (25, 8))]}
+@pytest.mark.parametrize(("multiple", "first"), [(1, 26), (16, 32), (64, 51)])
+def test_a_padded_vocabulary_ends_early_b35(multiple, first):
+    """B35: 51 tokens are padded to 52, 64 or 128, of which the first of two ranks has half."""
+    catalog = megatron_source(virtual_models.dense(vocabulary=51), world=2, tp=2, vocab_multiple=multiple)
+    expected = {0: [((0, 0), (first, 8))], 1: [((first, 0), (51 - first, 8))] if first < 51 else []}
+    assert {rank: held(catalog, "lm_head.weight").get(rank, []) for rank in (0, 1)} == expected
+
+
+def test_without_padding_tp_divides_the_vocabulary():
+    with pytest.raises(ConfigError, match=r"tp 2: lm_head.weight and its like .*51 cannot be divided over 2 ranks"):
+        megatron_source(virtual_models.dense(vocabulary=51), world=2, tp=2)
+
+
+def test_heads_and_groups_are_not_cut_through():
+    """megatron.core refuses each of these before it builds a weight."""
+    with pytest.raises(ConfigError, match="tp 4: does not divide the query heads, 6"):
+        megatron_source(virtual_models.dense(), world=4, tp=4)
+    heads = virtual_models.attention(0, 12, 3, 4, 8)
+    model = virtual_models.model(heads, num_attention_heads=12, num_key_value_heads=3)
+    with pytest.raises(ConfigError, match="tp 2: is neither a divisor nor a multiple of the key/value heads, 3"):
+        megatron_source(model, world=2, tp=2)
+    assert megatron_source(model, world=6, tp=6).ranks == tuple(range(6))
+    with pytest.raises(ConfigError, match="tp 4: does not divide the groups of the state-space mixer, 2"):
+        megatron_source(virtual_models.state_space(), world=4, tp=4)
+    with pytest.raises(ConfigError, match=r"tp \* cp = 4: does not divide the key heads of linear attention, 2"):
+        megatron_source(virtual_models.delta(), world=4, tp=2, cp=2)
 
 
 def test_every_size_that_does_not_fit_is_named():

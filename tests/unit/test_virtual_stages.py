@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+from itertools import combinations_with_replacement
+
 import pytest
 
-from nemo_rl_reshard.virtual.stages import early_stages, engine_stages, stage_by_layer
+from nemo_rl_reshard.virtual.stages import engine_stages, stage_by_layer, trainer_stages
 
 
-def test_trainers_give_what_is_left_over_to_the_first_stages_b29():
-    """B29: DeepSeek-V3's 61 layers over 16 stages."""
-    assert early_stages(61, 16) == (4,) * 13 + (3,) * 3
-    assert early_stages(8, 4) == (2, 2, 2, 2)
-    assert early_stages(2, 3) == (1, 1, 0)
+@pytest.mark.parametrize(
+    ("layers", "stages", "expected"),
+    [
+        (8, 4, (2, 2, 2, 2)),
+        (61, 16, (3, *(4,) * 14, 2)),
+        (61, 8, (7, *(8,) * 6, 6)),
+        (94, 8, (11, *(12,) * 6, 11)),
+        (94, 4, (23, 24, 24, 23)),
+        (60, 8, (6, *(8,) * 6, 6)),
+        (78, 8, (9, *(10,) * 6, 9)),
+        (27, 4, (7, 7, 7, 6)),
+        (27, 2, (14, 13)),
+        (7, 6, (2, 1, 1, 1, 1, 1)),
+        (5, 1, (5,)),
+    ],
+)
+def test_trainers_make_up_for_a_remainder_on_the_first_and_the_last_stage_b29(layers, stages, expected):
+    """B29: what the recipes of NeMo RL set as num_layers_in_first_ and num_layers_in_last_pipeline_stage."""
+    assert trainer_stages(layers, stages) == expected
+
+
+def test_every_layer_has_a_stage_and_every_stage_a_layer():
+    for stages, layers in combinations_with_replacement(range(1, 100), 2):
+        found = trainer_stages(layers, stages)
+        assert (len(found), sum(found)) == (stages, layers)
+        assert min(found) >= 1
+        assert len(set(found[1:-1])) <= 1
 
 
 @pytest.mark.parametrize(

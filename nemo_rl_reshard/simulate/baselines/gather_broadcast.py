@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from nemo_rl_reshard.params.catalog import Catalog
 from nemo_rl_reshard.simulate.constants import Constants
-from nemo_rl_reshard.simulate.kinds import Volumes, kinds_of
+from nemo_rl_reshard.simulate.layout_pairs import layout_pairs
 from nemo_rl_reshard.simulate.simulation import PHASES, Simulation
 from nemo_rl_reshard.simulate.timeline import Segment, from_segments
+from nemo_rl_reshard.simulate.volumes import Volumes
 from nemo_rl_reshard.simulate.wiring import Wiring
 from nemo_rl_reshard.topology import Topology
 
@@ -60,13 +61,13 @@ def measure(names: Iterable[str], source: Catalog, target: Catalog, topology: To
     num_tensors = nbytes = 0
     in_domain: Counter[int] = Counter()
     on_rank: Counter[int] = Counter()
-    for kind in kinds_of(names, source, target):
-        num_tensors += kind.num_tensors
-        nbytes += kind.nbytes
-        for domain, regions in volumes.regions_of_domains(kind.source, kind.shape).items():
-            in_domain[domain] += volumes.union(regions) * kind.bytes_per_element
-        for rank, elements in volumes.of_ranks(kind.source, kind.shape).items():
-            on_rank[rank] += elements * kind.bytes_per_element
+    for pair in layout_pairs(names, source, target):
+        num_tensors += pair.num_tensors
+        nbytes += pair.nbytes
+        for domain, regions in volumes.regions_of_domains(pair.source, pair.shape).items():
+            in_domain[domain] += volumes.union(regions) * pair.bytes_per_element
+        for rank, elements in volumes.of_ranks(pair.source, pair.shape).items():
+            on_rank[rank] += elements * pair.bytes_per_element
     network = {
         domain: (nbytes - in_domain[domain]) / wiring.nominal_network_rate(members)
         for domain, members in trainers.items()

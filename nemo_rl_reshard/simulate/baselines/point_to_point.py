@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from nemo_rl_reshard.params.catalog import Catalog
 from nemo_rl_reshard.simulate.constants import Constants
-from nemo_rl_reshard.simulate.kinds import Kind, Volumes, kinds_of
+from nemo_rl_reshard.simulate.layout_pairs import LayoutPair, layout_pairs
 from nemo_rl_reshard.simulate.simulation import PHASES, Simulation
 from nemo_rl_reshard.simulate.timeline import Segment, from_segments
+from nemo_rl_reshard.simulate.volumes import Volumes
 from nemo_rl_reshard.simulate.wiring import Wiring
 from nemo_rl_reshard.topology import Topology
 
@@ -23,19 +24,19 @@ class PointToPointLoad:
     network_received: Counter[int] = field(default_factory=Counter)
     fast_received: Counter[int] = field(default_factory=Counter)
 
-    def add(self, kind: Kind, volumes: Volumes, wiring: Wiring) -> None:
-        """Count the tensors of one kind. Replicas of a shard share its sending; one in a needer's domain does all."""
-        for rank in kind.source.ranks:
-            self.pieces[rank] += kind.num_tensors
-        needed = volumes.holders(kind.target, kind.shape)
-        for region, holders in volumes.holders(kind.source, kind.shape).items():
+    def add(self, pair: LayoutPair, volumes: Volumes, wiring: Wiring) -> None:
+        """Count the tensors of one pair. Replicas of a shard share its sending; one in a needer's domain does all."""
+        for rank in pair.source.ranks:
+            self.pieces[rank] += pair.num_tensors
+        needed = volumes.holders(pair.target, pair.shape)
+        for region, holders in volumes.holders(pair.source, pair.shape).items():
             near = {wiring.domain_of[rank] for rank in holders}
             far_bytes = 0
             for wanted, needers in needed.items():
                 common = region.intersect(wanted)
                 if common is None:
                     continue
-                nbytes = common.numel * kind.bytes_per_element
+                nbytes = common.numel * pair.bytes_per_element
                 for rank in needers:
                     if wiring.domain_of[rank] not in near:
                         far_bytes += nbytes
@@ -52,8 +53,8 @@ def measure(source: Catalog, target: Catalog, wiring: Wiring) -> PointToPointLoa
     volumes = Volumes(wiring.domain_of)
     names = [name for name in target.specs if name in source.layouts]
     load = PointToPointLoad()
-    for kind in kinds_of(names, source, target):
-        load.add(kind, volumes, wiring)
+    for pair in layout_pairs(names, source, target):
+        load.add(pair, volumes, wiring)
     return load
 
 

@@ -10,11 +10,11 @@ from nemo_rl_reshard.params.routing import RouteKind, RoutePolicy, decide_routes
 from nemo_rl_reshard.simulate.baselines import gather_broadcast
 from nemo_rl_reshard.simulate.baselines.gather_broadcast import GatherBroadcastLoad
 from nemo_rl_reshard.simulate.constants import Constants
-from nemo_rl_reshard.simulate.kinds import Volumes
 from nemo_rl_reshard.simulate.simulation import PHASES, Simulation
 from nemo_rl_reshard.simulate.stages import StageLoad, measure_stage, stages_of
 from nemo_rl_reshard.simulate.streams import Interval, Job, run
 from nemo_rl_reshard.simulate.timeline import Segment, from_segments
+from nemo_rl_reshard.simulate.volumes import Volumes
 from nemo_rl_reshard.simulate.wiring import Wiring
 from nemo_rl_reshard.topology import Topology
 

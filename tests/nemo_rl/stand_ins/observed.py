@@ -95,3 +95,13 @@ def assert_same(found: Parameters, expected: Parameters) -> None:
         different = [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
         assert not different, f"engine worker {worker}: {different}"
         assert all(torch.isfinite(tensor).all() for tensor in ours.values())
+
+
+def assert_two_refits_are_stock(world: ObservedWorld, backend: str) -> None:
+    """Two refits by `backend`, verified where it can, leave what the stock loader would."""
+    attached = world.attach(backend=backend, **({} if backend == "nemo_rl" else {"verify": "full"}))
+    assert (attached is None) == (backend == "nemo_rl")
+    for factor in (-1.25, 1.5):
+        world.change_weights(factor)
+        found = world.refit_on_nothing()
+        assert_same(found, world.stock_parameters())
