@@ -1,14 +1,11 @@
 """NeMo RL's Python reshard on the move of move_512mib.py, its NCCL calls carried by gloo; needs a NeMo RL checkout.
 
 Only `nemo_rl/weight_sync/xferdtensor_python.py` of the checkout is loaded. What it asks of nccl4py and of CUDA streams
-is answered by the stand-ins below; its planning, striping, packing and replica exchange are its own.
+is answered by stand-ins; its planning, striping, packing and replica exchange are its own.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import sys
 import time
 import types
 from dataclasses import dataclass
@@ -17,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peer_modules import PeerMesh, PeerTensor, load_module, without_gpus
 from torch.distributed.tensor import Replicate, Shard
 
 NUM_TENSORS, ROWS = 16, 2048
@@ -31,20 +29,6 @@ class PeerRank:
     meeting: str
     mib: int
     repeats: int
-
-
-@dataclass
-class _Mesh:
-    mesh: torch.Tensor
-
-
-class _Ref:
-    """A tensor as that module takes it: a local part and a global shape."""
-
-    def __init__(self, local: torch.Tensor, shape: tuple[int, int]) -> None:
-        self._local_tensor = local
-        self.shape = torch.Size(shape)
-        self.dtype, self.device = local.dtype, local.device
 
 
 class _Communicator:
@@ -82,39 +66,12 @@ class _Communicator:
         return mine
 
 
-def _load(checkout: str, under_way: list[Any]) -> Any:
-    """The module of the checkout, with stand-ins for nccl4py and for streams."""
-
-    def group_end() -> None:
-        for work in under_way:
-            work.wait()
-        under_way.clear()
-
-    core = types.ModuleType("nccl.core")
-    core.group_start, core.group_end = (lambda: None), group_end  # type: ignore[attr-defined]
-    package = types.ModuleType("nccl")
-    package.core = core  # type: ignore[attr-defined]
-    sys.modules["nccl"], sys.modules["nccl.core"] = package, core
-    stream = types.SimpleNamespace(cuda_stream=0)
-    for name in ("device", "stream"):
-        setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
-    torch.cuda.current_stream = lambda *_, **__: stream  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda *_, **__: None
-    path = Path(checkout) / "nemo_rl" / "weight_sync" / "xferdtensor_python.py"
-    spec = importlib.util.spec_from_file_location("xferdtensor_python", path)
-    assert spec is not None
-    assert spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def peer_rank(asked: PeerRank, world: dict[str, Any]) -> list[float]:
     """One rank's process: seconds of each round after the warm-up. Raises AssertionError for a wrong element."""
     rank, size = world["rank"], world["size"]
     dist.init_process_group("gloo", store=dist.FileStore(asked.meeting, size), rank=rank, world_size=size)
     under_way: list[Any] = []
-    module = _load(asked.checkout, under_way)
+    module = load_module(Path(asked.checkout), "xferdtensor_python")
     group = types.SimpleNamespace(rank=rank, nccl_communicator=_Communicator(None, list(range(size)), under_way))
     columns = (asked.mib << 20) // 4 // NUM_TENSORS // ROWS
     shape = (ROWS, columns)
@@ -131,26 +88,32 @@ def peer_rank(asked: PeerRank, world: dict[str, Any]) -> list[float]:
     held = [whole(i)[rank * quarter : (rank + 1) * quarter].clone() for i in range(NUM_TENSORS)] if rank < 4 else []
     got = [slice_of(i, torch.zeros(shape)).clone() for i in range(NUM_TENSORS)] if rank >= 4 else []
 
+    def group_end() -> None:
+        for work in under_way:
+            work.wait()
+        under_way.clear()
+
     def move() -> None:
         for index in range(NUM_TENSORS):
             module.xferdtensor_python_impl(
-                _Ref(held[index], shape) if held else None,
-                _Mesh(TRAINERS),
+                PeerTensor(held[index], shape) if held else None,
+                PeerMesh(TRAINERS),
                 [Shard(0)],
-                _Ref(got[index], shape) if got else None,
-                _Mesh(RECEIVERS),
+                PeerTensor(got[index], shape) if got else None,
+                PeerMesh(RECEIVERS),
                 [Replicate(), Shard(index % 2)],
                 group,
                 types.SimpleNamespace(cuda_stream=0),
             )
 
     seconds = []
-    for _ in range(asked.repeats + 1):
-        dist.barrier()
-        start_s = time.perf_counter()
-        move()
-        dist.barrier()
-        seconds.append(time.perf_counter() - start_s)
+    with without_gpus(group_end):
+        for _ in range(asked.repeats + 1):
+            dist.barrier()
+            start_s = time.perf_counter()
+            move()
+            dist.barrier()
+            seconds.append(time.perf_counter() - start_s)
     for index, values in enumerate(got):
         assert torch.equal(values, slice_of(index, whole(index))), index
     dist.destroy_process_group()

@@ -79,7 +79,9 @@ def look_ahead(kinds: Iterable[Kind], domain_of: Mapping[int, int]) -> Outlook:
         default=Fraction(0),
     )
     # With relays no more than the peak, but everything once at least.
-    leaving = sum(min(Fraction(nbytes), max(peak, Fraction(nbytes, len(entering)))) for nbytes in sending.values())
+    leaving = sum(
+        (min(Fraction(nbytes), max(peak, Fraction(nbytes, len(entering)))) for nbytes in sending.values()), Fraction(0)
+    )
     return Outlook(
         sending,
         {rank: int(peak * ALL / nbytes) for rank, nbytes in sending.items() if nbytes > peak},
