@@ -20,7 +20,7 @@ from nemo_rl_reshard.plan.lower import lower
 from nemo_rl_reshard.plan.plan import Plan
 from nemo_rl_reshard.plan.rounds import RoundLimits, round_of, round_starts
 from nemo_rl_reshard.plan.transfer import Message
-from nemo_rl_reshard.runtime.assignment import DEFAULT_IN_FLIGHT
+from nemo_rl_reshard.runtime.handout import DEFAULT_IN_FLIGHT
 from nemo_rl_reshard.runtime.steps import NOTHING, Outgoing, Steps
 from nemo_rl_reshard.simulate.seconds import INSTALL_PASSES, PACK_PASSES
 from nemo_rl_reshard.topology import Link, Topology
@@ -48,7 +48,7 @@ def message_clock(
     programs = {rank: lower(plan, rank) for rank in plan.ranks}
     bucket_bytes, message_bytes = plan.options.bucket_bytes, plan.options.largest_message
     limits = RoundLimits.of(in_flight=in_flight, bucket_bytes=bucket_bytes, message_bytes=message_bytes)
-    starts = round_starts(programs.values(), limits.messages)
+    starts = round_starts(plan, limits.messages)
     memory = _Memory(topology.memory_bytes_per_s)
     ranks: dict[int, Doing] = {}
     for rank, program in programs.items():

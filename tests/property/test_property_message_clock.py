@@ -103,6 +103,7 @@ def busiest_nic_s(refit: Refit, topology: Topology) -> float:
     return float(most) / (topology.network_bytes_per_s * topology.wire_efficiency)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_messages_take_what_the_step_clock_says_for_one_step_or_two_under_way(name: str) -> None:
     """A window of a bucket each way, message by message, is more than one step at once and less than two.
@@ -114,6 +115,7 @@ def test_messages_take_what_the_step_clock_says_for_one_step_or_two_under_way(na
     assert 0.85 * two <= message_clock(refit.plan, refit.source, refit.topology, in_flight=IN_FLIGHT) <= 1.05 * one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if "experts" in name])
 def test_the_step_clock_is_right_to_a_tenth_for_experts(name: str) -> None:
     refit = refit_of(name)
@@ -122,6 +124,7 @@ def test_the_step_clock_is_right_to_a_tenth_for_experts(name: str) -> None:
     assert found == pytest.approx(by_steps, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_no_clock_beats_the_busiest_nic(name: str) -> None:
     refit = refit_of(name)
