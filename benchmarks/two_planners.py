@@ -3,10 +3,9 @@
     git worktree add --detach ../before COMMIT
     python benchmarks/two_planners.py --other ../before [--move ffn|experts] [--rounds 25] [--json OUT]
 
-This checkout plans, the other one plans in a process of its own, and the executor of this checkout runs both. With
-PYTHONPATH set to the other checkout and `--other` to this one, that one's executor runs both: a schedule that needs
-anything new of the executor fails there. Rounds take turns in who goes first, so other load on the machine hits both;
-the ratio is taken round by round. Eight processes over gloo. `ffn` is the move of move_512mib.py; in `experts` four
+This checkout plans, the other one plans in a process of its own and says its transfers and their steps; lowering and
+executor are this checkout's for both. Rounds take turns in who goes first, so other load on the machine hits both; the
+ratio is taken round by round. Eight processes over gloo. `ffn` is the move of move_512mib.py; in `experts` four
 trainers of two pipeline stages hold 384 matrices of experts whole, four engine ranks need slices, and attention too.
 """
 
@@ -17,7 +16,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,16 +25,20 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
-from move_512mib import move_spec
+from planned_move import MOVES, written_plan
 
 import nemo_rl_reshard
 from nemo_rl_reshard.cli.explicit_rank import ExplicitRank, LiveRank, explicit_ranks
 from nemo_rl_reshard.cli.line_rate import LineRate
 from nemo_rl_reshard.cli.rank_processes import run_ranks
-from nemo_rl_reshard.cli.spec import parse_spec
-from nemo_rl_reshard.plan.planner import make_plan
+from nemo_rl_reshard.cli.spec import RefitSpec, parse_spec
+from nemo_rl_reshard.layout import Region
+from nemo_rl_reshard.plan.codec import seal
+from nemo_rl_reshard.plan.lower import lower
+from nemo_rl_reshard.plan.plan import Move, Placed, Plan, Template
 from nemo_rl_reshard.runtime.session import RankSession
 from nemo_rl_reshard.runtime.world import World, join_processes
+from nemo_rl_reshard.topology import Link
 from nemo_rl_reshard.transport.deadline import Deadline
 from nemo_rl_reshard.transport.protocol import Transport
 
@@ -45,77 +47,69 @@ LINE_CHUNK = 8 << 20
 HERE, OTHER, LINE = "here", "other", "line rate"
 
 
-def experts_spec() -> dict[str, Any]:
-    """4 layers of 32 experts and attention, 480 MiB in fp32: two stages of EP2 to two engines of TP2."""
-    cut = {"ranks": [[4, 5], [6, 7]]}
-    tensors = []
-    for layer in range(4):
-        stage = [0, 1] if layer < 2 else [2, 3]
-        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            dim = 1 if part == "o_proj" else 0
-            tensors.append(
-                {
-                    "name": f"model.layers.{layer}.self_attn.{part}.weight",
-                    "shape": [1024, 1536],
-                    "source": {"ranks": stage, "placements": ["R"]},
-                    "target": {**cut, "placements": ["R", f"S({dim})"]},
-                }
-            )
-        for expert in range(32):
-            for part in ("gate_proj", "up_proj", "down_proj"):
-                down = part == "down_proj"
-                tensors.append(
-                    {
-                        "name": f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight",
-                        "shape": [1024, 256] if down else [256, 1024],
-                        "source": {"ranks": [stage[expert // 16]], "placements": ["R"]},
-                        "target": {**cut, "placements": ["R", "S(1)" if down else "S(0)"]},
-                    }
-                )
-    return {"tensors": [{**tensor, "dtype": "float32"} for tensor in tensors], "route": "all"}
-
-
-MOVES: Mapping[str, Callable[[], dict[str, Any]]] = {"ffn": partial(move_spec, 512), "experts": experts_spec}
-
-
 @dataclass(frozen=True)
 class Work:
-    """One rank's part: its assignments by who planned, as plain values, and what every pair of ranks exchanges."""
+    """One rank's part: what it is handed out, by who planned, and what every pair of ranks exchanges."""
 
     explicit: ExplicitRank
-    assignments: Mapping[str, Any]
+    handouts: Mapping[str, Any]
     between: Mapping[tuple[int, int], int]
     in_flight: int
     rounds: int
 
 
-def planned(move: str, in_flight: int) -> tuple[ExplicitRank, ...]:
-    """Every rank of the move, by the planner that is on the path."""
-    spec = parse_spec(MOVES[move]())
-    plan = make_plan(spec.source, spec.target, spec.routes, spec.topology, spec.options)
-    return explicit_ranks(spec.source, spec.target, plan, in_flight=in_flight)
-
-
-def planned_there(checkout: Path, move: str, in_flight: int) -> list[Any]:
-    """The plain assignments of every rank, by the planner of another checkout."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "plan.json"
-        subprocess.run(
-            [sys.executable, __file__, "--move", move, "--in-flight", str(in_flight), "--write-plan", str(found)],
-            env={**os.environ, "PYTHONPATH": str(checkout.resolve())},
-            check=True,
+def read_plan(written: list[Any], spec: RefitSpec) -> Plan:
+    """The plan of these transfers, a template for each tensor, for lowering and executor to run as any other."""
+    by_tensor: dict[str, list[Any]] = {}
+    for tensor, offset, extent, *rest in written:
+        by_tensor.setdefault(tensor, []).append((Region(tuple(offset), tuple(extent)), *rest))
+    crew = tuple(sorted({*spec.source.ranks, *spec.target.ranks}))
+    templates, placed = [], []
+    for index, (tensor, transfers) in enumerate(by_tensor.items()):
+        first = min(step for *_, step in transfers)
+        pieces = tuple(dict.fromkeys(region for region, *_ in transfers))
+        place = {region: number for number, region in enumerate(pieces)}
+        moves = tuple(
+            Move(place[region], crew.index(src), crew.index(dst), Link(link), step - first)
+            for region, src, dst, link, step in transfers
         )
-        plain: list[Any] = json.loads(found.read_text())
+        shape = spec.target.specs[tensor].shape
+        templates.append(Template(shape, spec.target.specs[tensor].item_size, pieces, (moves,)))
+        placed.append(Placed(tensor, index, 0, 0, first))
+    return seal(
+        Plan(
+            options=spec.options,
+            specs=spec.target.specs,
+            templates=tuple(templates),
+            crews=(crew,),
+            placed=tuple(sorted(placed, key=lambda row: row.step)),
+            leftovers=(),
+            skipped={},
+            sources=spec.source.ranks,
+            targets=spec.target.ranks,
+        )
+    )
+
+
+def written_there(checkout: Path, move: str) -> list[Any]:
+    """`written_plan` of another checkout, in a process of its own."""
+    ended = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("planned_move.py")), move],
+        env={**os.environ, "PYTHONPATH": str(checkout.resolve())},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    plain: list[Any] = json.loads(ended.stdout)
     return plain
 
 
 def run_rank(work: Work, world: dict[str, Any]) -> dict[str, list[float]]:
     """One rank's process: seconds of every round by name. Raises AssertionError for a wrong element."""
     live = LiveRank(work.explicit, join_processes)
-    sessions = {name: live.session if name == HERE else _session(live) for name in work.assignments}
+    sessions = {name: live.session if name == HERE else _session(live) for name in work.handouts}
     for generation, (name, session) in enumerate(sessions.items(), start=1):
         session.connect({**world, "generation": generation})
-        session.adopt(work.assignments[name])
+        session.adopt(work.handouts[name])
     transport = join_processes(World.from_plain({**world, "generation": len(sessions) + 1})).transport
     line = LineRate(transport, work.between, work.in_flight)
     live.fill(0)
@@ -163,29 +157,31 @@ def _meet(transport: Transport) -> None:
 def main() -> None:
     """Plan twice, run both in turn, print medians and the ratio of every round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--other", type=Path, help="a checkout in another state")
+    parser.add_argument("--other", type=Path, required=True, help="a checkout in another state")
     parser.add_argument("--move", choices=list(MOVES), default="ffn")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--in-flight", type=int, default=16)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--write-plan", type=Path, help="only plan, and write every rank's assignment")
     asked = parser.parse_args()
-    ranks = planned(asked.move, asked.in_flight)
-    here = [rank.assignment.to_plain() for rank in ranks]
-    if asked.write_plan:
-        asked.write_plan.write_text(json.dumps(here))
-        return
-    if asked.other is None:
-        parser.error("--other is needed: the checkout to compare with")
-    there = planned_there(asked.other, asked.move, asked.in_flight)
+    spec = parse_spec(MOVES[asked.move]())
+    plans = {
+        name: read_plan(written, spec)
+        for name, written in (
+            (HERE, written_plan(asked.move)),
+            (OTHER, written_there(asked.other, asked.move)),
+        )
+    }
+    ranks, others = (
+        explicit_ranks(spec.source, spec.target, plan, in_flight=asked.in_flight) for plan in plans.values()
+    )
     between: dict[tuple[int, int], int] = {}
     for rank in ranks:
-        for message in rank.assignment.program.messages:
-            if message.src == rank.rank != message.dst:
+        for message in lower(plans[HERE], rank.label).messages:
+            if message.src == rank.label != message.dst:
                 between[message.src, message.dst] = between.get((message.src, message.dst), 0) + message.nbytes
     work = [
-        Work(rank, {HERE: mine, OTHER: theirs}, between, asked.in_flight, asked.rounds)
-        for rank, mine, theirs in zip(ranks, here, there, strict=True)
+        Work(rank, {HERE: rank.handout, OTHER: other.handout}, between, asked.in_flight, asked.rounds)
+        for rank, other in zip(ranks, others, strict=True)
     ]
     before = os.getloadavg()[0]
     times = run_ranks(run_rank, work, num_trainers=4, timeout_s=900, deadline_s=LIMIT_S)
@@ -193,8 +189,11 @@ def main() -> None:
     ratios = [mine / theirs for mine, theirs in zip(rounds[HERE], rounds[OTHER], strict=True)]
     low, _, high = quantiles(ratios, n=4)
     print(f"executor: {Path(nemo_rl_reshard.__file__).parent}; move {asked.move}; {asked.rounds} rounds; load {before}")
-    for name, plain in ((HERE, here), (OTHER, there), (LINE, None)):
-        counted = f", {sum(len(p['program']['messages']) for p in plain) // 2} messages" if plain else ""
+    for name in (HERE, OTHER, LINE):
+        counted = ""
+        if name in plans:
+            messages = sum(len(lower(plans[name], rank).messages) for rank in plans[name].sources)
+            counted = f", {plans[name].num_steps} steps, {messages} messages from trainers"
         print(f"  {name:10s} {median(rounds[name]):.3f} s{counted}")
     print(f"  here / other, round by round: {median(ratios):.3f}, the middle half {low:.3f} to {high:.3f}")
     if asked.json:
