@@ -57,11 +57,10 @@ def ask(
     """Have every member perform `operation`; `members` maps the first rank each of them carries to the member.
 
     `arguments(rank)` is the plain argument of one rank, `shared` what all are told besides; `epoch` says which world
-    it is about. Returns when all have
-    answered, at the latest `deadline_s + grace_s` after the call. The first fault calls the others off through
-    `call_off`, which must reach ranks that are blocked; from then on they have `grace_s` to answer. Whom nothing could
-    call off is not called silent for having been slower than that. Raises nothing: every failure, an actor's death and
-    silence included, becomes the fault of the ranks concerned.
+    it is about. Returns when all have answered, at the latest `deadline_s + grace_s` after the call. The first fault
+    calls the others off through `call_off`, which must reach ranks that are blocked; from then on they have `grace_s`
+    to answer. Whom nothing could call off is not called silent for having been slower than that. Raises nothing: every
+    failure, an actor's death and silence included, becomes the fault of the ranks concerned.
     """
     end_s = time.monotonic() + deadline_s + grace_s
     answers = Answers()
