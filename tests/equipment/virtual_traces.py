@@ -63,13 +63,19 @@ def placed(case: TraceCase, rank: int) -> Iterator[None]:
             setattr(parallel_state, name, group)
 
 
-def trace_case(folder: Path, case: TraceCase) -> list[dict[str, Any]]:
-    """For each rank: regions [offset, extent] by tensor, dtypes by tensor, and why tensors are indirect."""
+def trace_case(folder: Path, case: TraceCase, built: list[torch.nn.Module]) -> list[dict[str, Any]]:
+    """For each rank: regions [offset, extent] by tensor, dtypes by tensor, and why tensors are indirect.
+
+    The models are added to `built`, and must outlive all traces of the process.
+    """
     specs = model_of(folder, case).specs
-    return [_trace_rank(folder / case.name, case, rank, specs) for rank in range(case.world)]
+    return [_trace_rank(folder / case.name, case, rank, specs, built) for rank in range(case.world)]
 
 
-def _trace_rank(folder: Path, case: TraceCase, rank: int, specs: tuple[TensorSpec, ...]) -> dict[str, Any]:
+def _trace_rank(
+    folder: Path, case: TraceCase, rank: int, specs: tuple[TensorSpec, ...], built: list[torch.nn.Module]
+) -> dict[str, Any]:
+    """Build and trace one rank's model, which is added to `built`."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -94,6 +100,7 @@ def _trace_rank(folder: Path, case: TraceCase, rank: int, specs: tuple[TensorSpe
     try:
         with placed(case, rank), set_current_vllm_config(config):
             model = initialize_model(config)
+            built.append(model)
             names = dict(model.named_parameters(remove_duplicate=False))
             first = {id(tensor): name for name, tensor in reversed(names.items())}
             aliases = {name: first[id(tensor)] for name, tensor in names.items() if first[id(tensor)] != name}
@@ -145,11 +152,14 @@ def main() -> None:
     """Trace every case; a failing one reports its error and the rest go on."""
     build_anything()
     folder, *chosen = sys.argv[1:]
+    # Kept to the end: vLLM remembers by a model's `id` which layers its pipeline stage lacks, and does not forget when
+    # the model goes; the next one may get the same id.
+    built: list[torch.nn.Module] = []
     for case in CASES:
         if chosen and case.name not in chosen:
             continue
         try:
-            found: dict[str, Any] = {"ranks": trace_case(Path(folder), case)}
+            found: dict[str, Any] = {"ranks": trace_case(Path(folder), case, built)}
         except Exception:
             found = {"error": traceback.format_exc()}
         sys.stdout.write("\nCASE " + json.dumps({"name": case.name, **found}) + "\n")
