@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import pairwise
 
 import pytest
+from equipment import virtual_models
 from equipment.declaring import layout, refit
 from equipment.plan_runs import assert_delivered
 
+from nemo_rl_reshard.params.routing import RoutePolicy, decide_routes
 from nemo_rl_reshard.params.spec import TensorSpec
 from nemo_rl_reshard.plan.check import check_plan
 from nemo_rl_reshard.plan.pace import paced
 from nemo_rl_reshard.plan.plan import PlanOptions
+from nemo_rl_reshard.plan.planner import make_plan
 from nemo_rl_reshard.plan.relay import ALL, Chains, in_chains
-from nemo_rl_reshard.topology import Link, Topology
+from nemo_rl_reshard.topology import Link, Topology, from_preset
+from nemo_rl_reshard.virtual.megatron import megatron_source
+from nemo_rl_reshard.virtual.places import Place
+from nemo_rl_reshard.virtual.vllm import vllm_target
 
 
 @pytest.mark.parametrize(
@@ -94,3 +100,22 @@ def test_a_short_series_is_spread_over_the_whole():
     found = paced(names, {name: name.split(".")[0] for name in names})
     places = [found.index(f"short.{index}") for index in range(3)]
     assert all(before + 25 <= after for before, after in pairwise(places))
+
+
+def test_about_one_layer_of_each_stage_is_open_at_a_time():
+    """What an engine that packs its layers holds besides the weights: layers of which a part has come, and not all."""
+    model = virtual_models.experts(layers=24, num_experts=16, hidden=1024, inner=512)
+    source = megatron_source(model, world=8, pp=4, ep=2)
+    target = vllm_target(model, world=8, tp=4, dp=2, first_rank=8)
+    topology = from_preset("dgx-h100", [source.ranks, target.ranks])
+    routes = decide_routes(source, target, RoutePolicy.ALL, model.architecture)
+    plan = make_plan(source, target, routes, topology, PlanOptions(bucket_bytes=4 << 20, message_bytes=1 << 20))
+    steps = defaultdict(set)
+    for each in plan.transfers():
+        if (layer := Place.of(each.tensor).layer) is not None:
+            steps[layer].add(each.step)
+    assert len(steps) == 24
+    still_open = Counter(step for own in steps.values() for step in range(min(own), max(own) + 1))
+    assert plan.num_steps > 24
+    assert still_open.total() <= 1.5 * 4 * plan.num_steps
+    assert max(still_open.values()) <= 3 * 4
