@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+import numpy as np
 import torch
 from planned_move import MOVES, written_plan
 
@@ -36,6 +37,7 @@ from nemo_rl_reshard.layout import Region
 from nemo_rl_reshard.plan.codec import seal
 from nemo_rl_reshard.plan.lower import lower
 from nemo_rl_reshard.plan.plan import Move, Placed, Plan, Template
+from nemo_rl_reshard.plan.step_loads import step_loads
 from nemo_rl_reshard.runtime.session import RankSession
 from nemo_rl_reshard.runtime.world import World, join_processes
 from nemo_rl_reshard.topology import Link
@@ -193,7 +195,13 @@ def main() -> None:
         counted = ""
         if name in plans:
             messages = sum(len(lower(plans[name], rank).messages) for rank in plans[name].sources)
-            counted = f", {plans[name].num_steps} steps, {messages} messages from trainers"
+            loads = step_loads(plans[name])
+            sent, received = loads.network_sent / 2**20, loads.network_received / 2**20
+            busiest = np.maximum(sent.max(axis=1), received.max(axis=1)).sum()
+            counted = (
+                f", {plans[name].num_steps} steps, {messages} messages from trainers; a rank sends {sent.max():.0f} "
+                f"MiB in a step at most; the busiest link of each step, added up: {busiest:.0f} MiB"
+            )
         print(f"  {name:10s} {median(rounds[name]):.3f} s{counted}")
     print(f"  here / other, round by round: {median(ratios):.3f}, the middle half {low:.3f} to {high:.3f}")
     if asked.json:

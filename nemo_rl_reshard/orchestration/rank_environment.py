@@ -1,6 +1,7 @@
 """What ranks' environments tell the libraries that move bytes, compared before any group of ranks is made.
 
-The only file here that reads the environment: NCCL and gloo do so themselves, so nobody can pass it as an argument.
+NCCL and gloo read the environment themselves, so nobody can pass this as an argument. Nothing else in the package reads
+it but `transport/nccl_backend.py`, which keeps torch's watchdog off while it makes a group.
 """
 
 from __future__ import annotations

@@ -87,13 +87,13 @@ class Schedule:
         self._started = np.zeros((64, len(self._place)), dtype=np.int64)  # bytes, now or later, of tensors placed there
         self._num_steps = 0
         self._open = np.zeros(len(self._place), dtype=np.int64)  # receiver -> first step that may have room
-        self._since: dict[tuple[int, bytes], list[int]] = {}
+        self._since: dict[tuple[Variant, bytes], list[int]] = {}
 
     def flow(self, variant: Variant, crew: Crew) -> Flow:
         """Prepare a variant for the tensors of one crew."""
         columns = np.array([self._place[rank] for rank in crew], dtype=np.int64)
         flow = Flow(variant, columns, len(self._place), self._bucket)
-        flow.since = self._since.setdefault((id(variant), flow.receiver.tobytes()), flow.since)
+        flow.since = self._since.setdefault((variant, flow.receiver.tobytes()), flow.since)
         return flow
 
     def place(self, flow: Flow) -> int:

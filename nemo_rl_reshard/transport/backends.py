@@ -74,8 +74,8 @@ class GlooBackend:
         return dist.ProcessGroupGloo(store, index, num_members, options)
 
     def start_together(self, group: Any, starts: Sequence[Callable[[], Any]]) -> Any:
-        """Nothing needs it: every message advances on its own."""
-        raise NotImplementedError
+        """Nothing needs it, as `in_rounds` says: every message advances on its own. Raises NotImplementedError."""
+        raise NotImplementedError("gloo does not go in rounds; start its messages one by one")
 
     def wait(self, work: Any, deadline: Deadline, called_off: threading.Event) -> None:  # noqa: ARG002
         """See `Backend.wait`. A wait that expires closes every connection of the group, so it is never sliced."""
